@@ -1,0 +1,26 @@
+"""Train neural networks on ggml: on the CPU, and on any Vulkan GPU.
+
+>>> from pyggml import ag, nn, optim
+"""
+
+from . import ag, nn, optim
+from ._version import __version__
+from .device import Device, device, devices, get_num_threads, set_device, set_num_threads
+from .errors import (
+    DeviceError,
+    DeviceMemoryError,
+    DTypeError,
+    GradCheckError,
+    GradError,
+    IndexRangeError,
+    PyggmlError,
+    SettingError,
+    ShapeError,
+    StaleError,
+)
+
+__all__ = [
+    "DTypeError", "Device", "DeviceError", "DeviceMemoryError", "GradCheckError", "GradError", "IndexRangeError", "PyggmlError",
+    "SettingError", "ShapeError", "StaleError", "__version__", "ag", "device", "devices", "get_num_threads", "nn", "optim",
+    "set_device", "set_num_threads",
+]  # fmt: skip

@@ -1,0 +1,32 @@
+/* What kernels.c adds to ggml. build_ggml.py feeds this file to cffi as it stands, so it holds declarations only.
+ *
+ * Every constructor returns a ggml_custom_4d node: its work is split over ggml's own workers, and it can stand in any graph
+ * that runs on the CPU backend. Shapes are given in NumPy's order, last axis contiguous in memory. */
+
+/* (..., m, k) @ (..., k, n): single-threaded sgemm calls on slices of the output. Either of an operand's last two axes may be
+ * the contiguous one, so transposes are free; batch axes of size 1 broadcast. */
+struct ggml_tensor * pg_matmul(struct ggml_context * ctx, struct ggml_tensor * a, struct ggml_tensor * b);
+
+/* Negative log-likelihood of each row of logits (rows, classes) under its int32 label: (rows,). A negative label gives 0. */
+struct ggml_tensor * pg_cross_entropy(
+    struct ggml_context * ctx, struct ggml_tensor * logits, struct ggml_tensor * labels, float smoothing);
+/* Its gradient in the logits, given the gradient of each row's loss. */
+struct ggml_tensor * pg_cross_entropy_back(
+    struct ggml_context * ctx, struct ggml_tensor * grad, struct ggml_tensor * logits, struct ggml_tensor * labels,
+    float smoothing);
+
+/* Smallest and largest of n int32 values, in one pass. */
+void pg_range_i32(const int32_t * values, int64_t n, int32_t * smallest, int32_t * largest);
+
+/* Memory of tensors that the graph allocator does not own. pg_refresh_views recomputes the address of every view after its
+ * base moved; pg_forget_addresses makes the tensors of a graph unallocated again, all but the given ones. */
+void pg_refresh_views(struct ggml_cgraph * graph);
+void pg_forget_addresses(struct ggml_cgraph * graph, struct ggml_tensor ** keep, int n_keep);
+
+/* BLAS runs single-threaded: ggml's workers are the only thread pool. */
+void pg_use_single_threaded_blas(void);
+const char * pg_blas_description(void);
+
+/* ggml's abort callback: every poll_ms milliseconds it lets Python look at its signals (pg_on_poll), and stops the run when
+ * that returns true. */
+bool pg_poll(void * poll_ms);

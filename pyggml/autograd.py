@@ -1,0 +1,271 @@
+"""Gradients: one reverse walk over the recorded nodes; each op's rule is written in ops, so the result is recorded too.
+
+Reverse-mode accumulation (Linnainmaa 1970). The walk happens once for a structure; a step that repeats it finds the gradient
+nodes by the identity of the loss node.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from . import graph
+from .errors import DTypeError, GradError, ShapeError
+from .graph import PLAIN, Frame, Mode, Node, source_index, state
+from .ops import add, full, sum_to
+from .plan import graph_order
+from .tensor import Tensor, node_in, passing, pending
+
+# ---- recording modes -------------------------------------------------------------------------------------------------------
+
+
+class _Recording:
+    """A with block that sets whether ops are taped. Blocks may end in any order, as those of paused generators do."""
+
+    _taped: bool
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[object, bool]] = []
+
+    def __enter__(self) -> _Recording:
+        entry = (object(), self._taped)
+        self._entries.append(entry)
+        state.blocks.append(entry)
+        _set_mode()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        state.blocks.remove(self._entries.pop())
+        _set_mode()
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function, or each step of a generator function, in the block."""
+        if inspect.isgeneratorfunction(function):
+
+            @functools.wraps(function)
+            def generator(*args: Any, **kwargs: Any) -> Any:
+                iterator = function(*args, **kwargs)
+                value, step = None, iterator.send
+                while True:
+                    with type(self)():
+                        try:
+                            yielded = step(value)
+                        except StopIteration as stop:
+                            return stop.value
+                    try:
+                        value, step = (yield yielded), iterator.send
+                    except GeneratorExit:
+                        iterator.close()
+                        raise
+                    except BaseException as exception:  # thrown into us: throw it into the wrapped generator
+                        value, step = exception, iterator.throw
+
+            return generator
+
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with type(self)():
+                return function(*args, **kwargs)
+
+        return wrapped
+
+
+TAPED = Mode(True, 0)
+
+
+def _set_mode() -> None:
+    state.mode = TAPED if state.blocks and state.blocks[-1][1] else PLAIN
+
+
+class grad_tape(_Recording):
+    """Record the ops inside, so that ag.backward can follow them. Usable as a with block or a decorator; blocks nest.
+
+    >>> w = ag.param([2.0])
+    >>> with ag.grad_tape():
+    ...     loss = ag.sum(w * w)
+    >>> ag.backward(loss)[w].numpy()
+    array([4.], dtype=float32)
+    """
+
+    _taped = True
+
+    def __enter__(self) -> _Recording:
+        if not any(taped for _, taped in state.blocks):
+            for device, frame in list(state.frames.items()):
+                if frame.tape_closed:  # number sources from 0 again, so that a step like the last one has equal nodes
+                    state.new_frame(device)
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        if not any(taped for _, taped in state.blocks):
+            for frame in state.frames.values():
+                frame.tape_closed = True
+
+
+class no_grad(_Recording):
+    """Compute inside without recording for gradients. Usable as a with block or a decorator.
+
+    >>> w = ag.param([2.0])
+    >>> with ag.grad_tape(), ag.no_grad():
+    ...     print((w * w).requires_grad)
+    False
+    """
+
+    _taped = False
+
+
+def is_recording() -> bool:
+    """Return whether ops are being taped in this thread."""
+    return state.mode.taped
+
+
+# ---- the reverse walk ------------------------------------------------------------------------------------------------------
+
+_gradients = graph.derived_cache()  # (target, seed, wanted nodes, mode) -> gradient nodes
+_leaves = graph.derived_cache()  # target -> the leaves that collect gradients
+
+
+def _gradient_nodes(target: Node, seed: Node, wanted: tuple[Node, ...], frame: Frame) -> tuple[Node | None, ...]:
+    """Return the nodes of the target's gradients in each wanted node, None where the target does not depend on it."""
+    key = (target, seed, wanted, state.mode)
+    found = _gradients.get(key)
+    if found is None:
+        found = _gradients[key] = _walk(target, seed, wanted, frame)
+    return found
+
+
+def _walk(target: Node, seed: Node, wanted: tuple[Node, ...], frame: Frame) -> tuple[Node | None, ...]:
+    order = graph_order([target])
+    between = set(wanted)  # the nodes on a path from a wanted one to the target
+    for node in order:
+        if node.requires_grad and any(parent in between for parent in node.inputs):
+            between.add(node)
+    totals: dict[Node, Tensor] = {target: passing(seed, frame)}
+    for node in reversed(order):
+        total = totals.get(node)
+        if total is None or not any(parent in between for parent in node.inputs):
+            continue
+        for parent, part in zip(node.inputs, _apply_rule(node, total, frame), strict=True):
+            if part is None or parent not in between:
+                continue
+            if part.shape != parent.shape:
+                part = sum_to(part, parent.shape)
+            before = totals.get(parent)
+            totals[parent] = part if before is None else add(before, part)
+        if node not in wanted:
+            del totals[node]
+    return tuple(totals[node]._at[1] if node in totals else None for node in wanted)
+
+
+def _apply_rule(node: Node, g: Tensor, frame: Frame) -> tuple[Tensor | None, ...]:
+    rule = node.op.grad
+    if rule is None:
+        raise GradError(f"{node.op.name}: no gradient rule is written for this op; use its result, or detach it")
+    inputs = (passing(parent, frame) for parent in node.inputs)
+    parts = rule(g, passing(node, frame), *inputs, **dict(node.settings))
+    return parts if isinstance(parts, tuple) else (parts,)
+
+
+def _gradients_of(
+    op: str, target: Tensor, wanted: Callable[[Frame, Node], tuple[Node, ...]], seed: Tensor | None, mode: Mode
+) -> tuple[Frame, tuple[Node, ...], tuple[Node | None, ...]]:
+    """Return the target's frame, the nodes asked for there, and the gradient node of each."""
+    if not isinstance(target, Tensor):
+        raise DTypeError(f"{op}: needs a Tensor; got {type(target).__name__}")
+    frame, node = target._at
+    if frame.ended and node.requires_grad and not target.is_leaf:
+        raise GradError(f"{op}: the tape of this value is gone, {frame.ended}; record it again")
+    if not node.requires_grad:
+        raise GradError(
+            f"{op}: this value does not depend on a parameter on a tape; compute it from an ag.param inside "
+            "`with ag.grad_tape():`"
+        )
+    if frame.ended:  # a leaf, differentiated with respect to itself
+        frame = state.open_frame(target.device)
+        node = node_in(target, frame)
+    frame.check_current()
+    if seed is None and target.size != 1:
+        raise ShapeError(
+            f"{op}: needs a value of one element; got shape {target.shape}; reduce it with ag.sum or ag.mean, or give "
+            "the gradient to start from as seed="
+        )
+    if seed is not None and seed.shape != target.shape:
+        raise ShapeError(f"{op}: seed must have the value's shape {target.shape}; got {seed.shape}")
+    with state.inside(frame, mode):
+        start = node_in(full(target.shape, 1.0, device=frame.device) if seed is None else seed, frame)
+        nodes = wanted(frame, node)
+        return frame, nodes, _gradient_nodes(node, start, nodes, frame)
+
+
+# ---- what people call --------------------------------------------------------------------------------------------------------
+
+
+def grad(
+    target: Tensor, wrt: Tensor | Sequence[Tensor], *, seed: Tensor | None = None, allow_unused: bool = False
+) -> Any:
+    """Return the gradient of a value with respect to tensors: leaves or anything recorded on the way.
+
+    ``target`` has one element, or ``seed`` gives the gradient to start from. Inside a grad_tape the gradients are recorded
+    themselves, so they can be differentiated again. Nothing is added to ``.grad``. Raises GradError for a tensor that the
+    target does not depend on, unless allow_unused, which gives None for it.
+
+    >>> x = ag.param(3.0)
+    >>> with ag.grad_tape():
+    ...     first = ag.grad(x * x * x, x)
+    ...     second = ag.grad(first, x)
+    >>> first.item(), second.item()
+    (27.0, 18.0)
+    """
+    tensors = (wrt,) if isinstance(wrt, Tensor) else tuple(wrt)
+    frame, _, found = _gradients_of(
+        "grad", target, lambda frame, _: tuple(node_in(tensor, frame) for tensor in tensors), seed, state.mode
+    )
+    for tensor, node in zip(tensors, found, strict=True):
+        if node is None and not allow_unused:
+            raise GradError(
+                f"grad: the value does not depend on the tensor of shape {tensor.shape}; pass allow_unused=True for None"
+            )
+    results = [None if node is None else pending(node, frame) for node in found]
+    return results[0] if isinstance(wrt, Tensor) else results
+
+
+def _leaves_of(frame: Frame, target: Node) -> tuple[Node, ...]:
+    leaves = _leaves.get(target)
+    if leaves is None:
+        leaves = _leaves[target] = tuple(
+            node for node in graph_order([target]) if node.op is graph.SOURCE and node.requires_grad
+        )
+    return leaves
+
+
+def backward(target: Tensor, *, seed: Tensor | None = None) -> dict[Tensor, Tensor]:
+    """Add the gradients of a value to ``.grad`` of every leaf it depends on; return this call's gradients by leaf.
+
+    ``target`` has one element, or ``seed`` gives the gradient to start from. Raises GradError if the value was not recorded
+    on a tape, or if its parameters have been updated since.
+
+    >>> w = ag.param([1.0, 2.0])
+    >>> with ag.grad_tape():
+    ...     loss = ag.sum(w * w)
+    >>> grads = ag.backward(loss)
+    >>> grads[w].numpy(), w.grad.numpy()
+    (array([2., 4.], dtype=float32), array([2., 4.], dtype=float32))
+    """
+    frame, leaves, found = _gradients_of("backward", target, _leaves_of, seed, PLAIN)
+    owners = [frame.sources[source_index(node)].owner for node in leaves]
+    tensors = [owner() if owner is not None else None for owner in owners]
+    # A gradient that still waits for an earlier backward is computed first: k micro-batches are k equal runs, and the memory
+    # of one, not one run k times as long.
+    for tensor in tensors:
+        if tensor is not None and tensor.grad is not None and tensor.grad._source is None:
+            tensor.grad._materialized()
+    grads: dict[Tensor, Tensor] = {}
+    with state.inside(frame, PLAIN):
+        for tensor, node in zip(tensors, found, strict=True):
+            if tensor is not None and node is not None:
+                part = grads[tensor] = pending(node, frame)
+                tensor.grad = part if tensor.grad is None else add(tensor.grad, part)
+    return grads

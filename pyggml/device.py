@@ -1,0 +1,313 @@
+"""Devices: where values live and programs run. Every C pointer has one Python owner, and closing one twice is harmless."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ._ffi import ffi, lib, take_pending_exception
+from .dtypes import DType
+from .errors import DeviceError, DeviceMemoryError, SettingError
+from .graph import Source, state
+
+if TYPE_CHECKING:
+    from .plan import Plan, Program
+
+MAX_PLANS = 64
+"""How many plans a device keeps; the least recently used one goes first."""
+
+ALIGNMENT = 64  # bytes: one cache line, one AVX-512 register
+
+
+class Device:
+    """A place where values live and programs run; get one with device(name)."""
+
+    name: str
+    double = False  # whether floats are float64
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # one program at a time
+        self.plans: OrderedDict[tuple, Plan] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"Device({self.name!r})"
+
+    def numpy_dtype(self, dtype: DType) -> np.dtype:
+        """Return the NumPy type that numpy() gives for a value of this type."""
+        return dtype.numpy
+
+    def upload(self, array: np.ndarray, dtype: DType) -> Any:
+        """Return storage that holds a fresh, contiguous array; the caller gives the array away."""
+        raise NotImplementedError
+
+    def download(self, source: Source) -> np.ndarray:
+        """Return a copy of a source's value."""
+        raise NotImplementedError
+
+    def write(self, source: Source, array: np.ndarray) -> None:
+        """Overwrite a source's value in place."""
+        raise NotImplementedError
+
+    def compile(self, program: Program) -> Plan:
+        """Turn a program into a plan that can be run again and again."""
+        raise NotImplementedError
+
+    def plan_for(self, key: tuple, make: Any) -> Plan:
+        """Return the cached plan under a key; make() gives the program of one that is missing."""
+        plan = self.plans.get(key)
+        if plan is None:
+            plan = self.plans[key] = self.compile(make())
+            while len(self.plans) > MAX_PLANS:
+                self.plans.popitem(last=False)[1].close()
+        else:
+            self.plans.move_to_end(key)
+        return plan
+
+    def clear_plans(self) -> None:
+        """Free every cached plan and the working memory they share."""
+        with self.lock:
+            while self.plans:
+                self.plans.popitem()[1].close()
+
+
+class HostStorage:
+    """Memory that both NumPy and ggml's CPU backend use; NumPy owns it."""
+
+    __slots__ = ("array", "address")
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+        self.address = int(ffi.cast("uintptr_t", ffi.from_buffer(array)))
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return an uninitialised array that starts on a cache line if it is large enough for that to matter."""
+    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    if nbytes < 4096:
+        return np.empty(shape, dtype)
+    try:
+        raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    except MemoryError:
+        raise DeviceMemoryError(f"cpu: no memory for {nbytes / 2**20:.1f} MB, shape {shape}") from None
+    start = -int(ffi.cast("uintptr_t", ffi.from_buffer(raw))) % ALIGNMENT
+    return raw[start : start + nbytes].view(dtype).reshape(shape)
+
+
+class CpuDevice(Device):
+    """ggml's CPU backend with a thread pool that stays, and one working buffer that all plans share."""
+
+    name = "cpu"
+
+    def __init__(self, n_threads: int | None = None, *, own_kernels: bool = True) -> None:
+        super().__init__()
+        self.own_kernels = own_kernels  # False: ggml's ops only, the lowering of every other device
+        self.n_threads = n_threads or default_num_threads()
+        self._backend: Any = None
+        self._pool: Any = None
+        self._allocator: Any = None
+        self._active_threads = 0
+        self._pid = 0
+        self.epoch = 0  # changes when the working buffer moves
+
+    def upload(self, array: np.ndarray, dtype: DType) -> HostStorage:
+        return HostStorage(array)
+
+    def download(self, source: Source) -> np.ndarray:
+        return source.storage.array.copy()
+
+    def write(self, source: Source, array: np.ndarray) -> None:
+        with self.lock:
+            source.storage.array[...] = array
+
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> HostStorage:
+        """Return uninitialised storage."""
+        return HostStorage(aligned_empty(shape, dtype.numpy))
+
+    def compile(self, program: Program) -> Plan:
+        from .ggml_plan import GgmlPlan
+
+        return GgmlPlan(program, self)
+
+    @property
+    def allocator(self) -> Any:
+        """ggml's graph allocator for the working buffer."""
+        self._start()
+        return self._allocator
+
+    def compute(self, graph: Any, n_threads: int) -> None:
+        """Run a ggml graph. Signals are looked at between nodes; an exception from their handlers is raised here."""
+        self._start()
+        if n_threads != self._active_threads:
+            lib.ggml_backend_cpu_set_n_threads(self._backend, n_threads)
+            self._active_threads = n_threads
+        status = lib.ggml_backend_graph_compute(self._backend, graph)
+        if status != lib.GGML_STATUS_SUCCESS:
+            exception = take_pending_exception()
+            if exception is not None:
+                raise exception
+            if status == lib.GGML_STATUS_ALLOC_FAILED:
+                raise DeviceMemoryError("cpu: ggml could not allocate its working memory for this graph")
+            raise DeviceError(f"cpu: ggml could not run the graph (status {int(status)})")
+
+    def set_num_threads(self, n_threads: int) -> None:
+        """Use n_threads workers from now on."""
+        with self.lock:
+            self.n_threads = n_threads
+            self._stop()
+
+    def clear_plans(self) -> None:
+        with self.lock:
+            super().clear_plans()
+            if self._allocator is not None:
+                lib.ggml_gallocr_free(self._allocator)
+                self._allocator = lib.ggml_gallocr_new(lib.ggml_backend_cpu_buffer_type())
+                self.epoch += 1
+
+    def _start(self) -> None:
+        if self._pid == os.getpid():
+            return
+        # A forked child has the parent's memory but none of its worker threads: it starts its own, and leaves the parent's
+        # pool alone, since freeing it would wait for threads that are not there.
+        backend = lib.ggml_backend_cpu_init()
+        if backend == ffi.NULL:
+            raise DeviceError("cpu: ggml could not start its CPU backend")
+        params = ffi.new("struct ggml_threadpool_params *")
+        lib.ggml_threadpool_params_init(params, self.n_threads)
+        params.poll = POLL
+        pool = lib.ggml_threadpool_new(params)
+        lib.ggml_backend_cpu_set_threadpool(backend, pool)
+        lib.ggml_backend_cpu_set_abort_callback(backend, lib.pg_poll, ffi.cast("void *", SIGNAL_POLL_MS))
+        self._backend, self._pool, self._active_threads = backend, pool, 0
+        if self._allocator is None:
+            self._allocator = lib.ggml_gallocr_new(lib.ggml_backend_cpu_buffer_type())
+        self._pid = os.getpid()
+
+    def _stop(self) -> None:
+        if self._pid == os.getpid():
+            self._pid = 0
+            lib.ggml_backend_free(self._backend)
+            lib.ggml_threadpool_free(self._pool)
+            self._backend = self._pool = None
+
+    def close(self) -> None:
+        """Stop the workers. The device starts them again when it is used."""
+        with self.lock:
+            self._stop()
+
+
+SIGNAL_POLL_MS = 50
+POLL = 50
+"""How eagerly idle workers look for work, 0 (sleep at once) to 100; ggml's own default."""
+
+
+def default_num_threads() -> int:
+    """Return the number of CPUs that this process may use: its affinity mask and its container's quota."""
+    try:
+        count = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on every system
+        count = os.cpu_count() or 1
+    try:
+        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
+            quota, period = file.read().split()
+        if quota != "max":
+            count = min(count, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        pass  # no cgroup v2 here
+    return count
+
+
+# ---- the devices of this process ----
+
+_devices: dict[str, Device] = {}
+_default = "cpu"
+
+
+def _known() -> dict[str, Device]:
+    if not _devices:
+        from .reference import ReferenceDevice
+
+        _devices["cpu"] = CpuDevice()
+        _devices["reference"] = ReferenceDevice()
+        atexit.register(_devices["cpu"].close)  # type: ignore[attr-defined]
+    return _devices
+
+
+def devices() -> list[Device]:
+    """Return the devices of this process.
+
+    >>> import pyggml as pg
+    >>> [device.name for device in pg.devices()]
+    ['cpu', 'reference']
+    """
+    return list(_known().values())
+
+
+def resolve_device(value: Device | str | None) -> Device:
+    """Return the device of a name; None is the current one.
+
+    Raises DeviceError if there is no such device.
+    """
+    if value is None:
+        if state.device is None:
+            return _known()[_default]
+        return state.device
+    if isinstance(value, Device):
+        return value
+    found = _known().get(value)
+    if found is None:
+        raise DeviceError(f"device: there is no {value!r}; this process has {', '.join(_known())}")
+    return found
+
+
+def set_device(value: Device | str) -> None:
+    """Make a device the default of this process, for all threads that have not chosen their own."""
+    global _default
+    _default = resolve_device(value).name
+
+
+class device:
+    """Make a device current in this thread for the length of a with block.
+
+    >>> import pyggml as pg
+    >>> with pg.device("reference"):
+    ...     print(pg.ag.tensor(1.0).dtype)
+    float64
+    """
+
+    def __init__(self, value: Device | str) -> None:
+        self.device = resolve_device(value)
+        self._outer: list[Device | None] = []
+
+    def __enter__(self) -> Device:
+        self._outer.append(state.device)
+        state.device = self.device
+        return self.device
+
+    def __exit__(self, *error: object) -> None:
+        state.device = self._outer.pop()
+
+
+def set_num_threads(n_threads: int) -> None:
+    """Set how many CPU threads a run may use; small programs use one.
+
+    Raises SettingError unless n_threads is a positive integer.
+    """
+    if not isinstance(n_threads, int) or isinstance(n_threads, bool) or not 1 <= n_threads <= lib.GGML_MAX_N_THREADS:
+        raise SettingError(
+            f"set_num_threads: needs a positive integer, at most {lib.GGML_MAX_N_THREADS}; got {n_threads!r}"
+        )
+    cpu = _known()["cpu"]
+    assert isinstance(cpu, CpuDevice)
+    cpu.set_num_threads(n_threads)
+
+
+def get_num_threads() -> int:
+    """Return how many CPU threads a run may use."""
+    cpu = _known()["cpu"]
+    assert isinstance(cpu, CpuDevice)
+    return cpu.n_threads

@@ -1,0 +1,155 @@
+"""A program as a ggml graph: built once, its working memory planned once, run many times.
+
+Sources and outputs live in memory of their own, so nothing that a person holds is overwritten by a later run; everything in
+between lives in the device's working buffer, which all plans share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ._ffi import ffi, lib
+from .errors import DeviceMemoryError
+from .graph import SOURCE, Source
+from .lowering import GgmlTensor, Lowering
+from .plan import Program, Step
+
+if TYPE_CHECKING:
+    from .device import CpuDevice
+
+TENSORS_PER_STEP = 4  # a first guess; a program that needs more is built again with twice as many
+SPARE_TENSORS = 64  # more than any single op makes
+
+
+class _TooSmall(Exception):
+    """The ggml context is full."""
+
+
+class GgmlPlan:
+    """A compiled program on the CPU backend."""
+
+    def __init__(self, program: Program, device: CpuDevice) -> None:
+        self.device = device
+        capacity = TENSORS_PER_STEP * (len(program.steps) + len(program.effects)) + 4 * SPARE_TENSORS
+        while True:
+            try:
+                self._build(program, capacity)
+                break
+            except _TooSmall:
+                capacity *= 2
+        self.n_threads = min(device.n_threads, threads_worth_starting(self.graph))
+        self.epoch = -1
+
+    def _build(self, program: Program, capacity: int) -> None:
+        size = capacity * lib.ggml_tensor_overhead() + lib.ggml_graph_overhead_custom(capacity, False)
+        parameters = ffi.new("struct ggml_init_params *", {"mem_size": size, "no_alloc": True})
+        context = lib.ggml_init(parameters[0])
+        if context == ffi.NULL:
+            raise DeviceMemoryError(f"plan: no memory for a graph of {capacity} tensors")
+        self.context = ffi.gc(context, lib.ggml_free)
+        self.graph = lib.ggml_new_graph_custom(self.context, capacity, False)
+        full = size - SPARE_TENSORS * lib.ggml_tensor_overhead()
+
+        b = Lowering(self.context, self.graph, self.device.own_kernels)
+        made: dict[Step, GgmlTensor] = {}
+        self.input_indices: list[int] = []
+        self.input_tensors: list[GgmlTensor] = []
+        for index, step in [*program.sources, *((-1, step) for step in program.given)]:
+            tensor = made[step] = b.new(step.node.shape, step.node.dtype)
+            self.input_indices.append(index)
+            self.input_tensors.append(tensor)
+
+        def lower(step: Step) -> None:
+            if lib.ggml_used_mem(self.context) > full:
+                raise _TooSmall
+            node = step.node
+            inputs = [made[i] for i in step.inputs]
+            made[step] = b.add(node.op.lower(b, *inputs, **dict(node.settings)))
+
+        for step in program.steps:
+            lower(step)
+        self.output_specs = [(step.node.shape, step.node.dtype) for step in program.outputs]
+        self.output_tensors: list[GgmlTensor] = []
+        for step in program.outputs:
+            if lib.ggml_used_mem(self.context) > full:
+                raise _TooSmall
+            tensor = made[step]
+            # An output needs memory of its own: views and given values are copied.
+            if tensor.view_src != ffi.NULL or step.node.op is SOURCE or tensor in self.output_tensors:
+                tensor = b.add(lib.ggml_cont(self.context, tensor))
+            self.output_tensors.append(tensor)
+        for step in program.effects:
+            lower(step)
+
+        external = [*self.input_tensors, *self.output_tensors]
+        self._external = ffi.new("struct ggml_tensor *[]", external)
+        self._n_external = len(external)
+        self._bound = [0] * len(external)
+
+    def _bind(self, storages: list[Any]) -> None:
+        """Point every tensor outside the working buffer at its memory."""
+        moved = False
+        for i, storage in enumerate(storages):
+            if self._bound[i] != storage.address:
+                self._external[i].data = ffi.cast("void *", storage.address)
+                self._bound[i] = storage.address
+                moved = True
+        if self.epoch != self.device.epoch:
+            self._allocate()
+            moved = True
+        if moved:
+            lib.pg_refresh_views(self.graph)
+
+    def _allocate(self) -> None:
+        """Give every other tensor its place in the working buffer, which grows if this plan needs more than any before."""
+        allocator = self.device.allocator
+        lib.pg_forget_addresses(self.graph, self._external, self._n_external)
+        size = lib.ggml_gallocr_get_buffer_size(allocator, 0)
+        if not lib.ggml_gallocr_alloc_graph(allocator, self.graph):
+            self.device.epoch += 1
+            raise DeviceMemoryError(
+                f"{self.device.name}: no memory for the working buffer of this program; use a smaller batch"
+            )
+        if lib.ggml_gallocr_get_buffer_size(allocator, 0) != size:
+            self.device.epoch += 1
+        self.epoch = self.device.epoch
+
+    def run(self, sources: Sequence[Source], given: Sequence[Source]) -> list[Any]:
+        given_next = iter(given)
+        storages = [
+            (sources[index] if index >= 0 else next(given_next)).storage for index in self.input_indices
+        ]
+        outputs = [self.device.empty(shape, dtype) for shape, dtype in self.output_specs]
+        self._bind(storages + outputs)
+        self.device.compute(self.graph, self.n_threads)
+        return outputs
+
+    @property
+    def working_bytes(self) -> int:
+        """The working memory that ggml's allocator planned for this program alone."""
+        allocator = ffi.gc(lib.ggml_gallocr_new(lib.ggml_backend_cpu_buffer_type()), lib.ggml_gallocr_free)
+        size = ffi.new("size_t *")
+        lib.ggml_gallocr_reserve_n_size(allocator, self.graph, ffi.NULL, ffi.NULL, size)
+        return size[0]
+
+    def close(self) -> None:
+        if self.context is not None:
+            ffi.release(self.context)
+            self.context = self.graph = None
+
+
+# Starting a second worker on a node costs a barrier; a node is worth it when its own work takes longer.
+WORK_WORTH_A_THREAD = 200_000  # elementary operations, or bytes moved
+
+
+def threads_worth_starting(graph: Any) -> int:
+    """Return 1 for a graph whose nodes are too small to share, else as many threads as there may be."""
+    work = 0.0
+    count = lib.ggml_graph_n_nodes(graph)
+    for i in range(count):
+        node = lib.ggml_graph_node(graph, i)
+        elements = lib.ggml_nelements(node)
+        is_matmul = node.op in (lib.GGML_OP_MUL_MAT, lib.GGML_OP_CUSTOM) and node.src[1] != ffi.NULL
+        work += elements * (2 * node.src[0].ne[0] if is_matmul else 4)
+    return 1 if work < count * WORK_WORTH_A_THREAD else lib.GGML_MAX_N_THREADS

@@ -1,0 +1,278 @@
+"""What is recorded: ops, nodes, the frames that number a node's inputs, and the table that makes equal nodes one object.
+
+A Node is a frozen record of one operation. Equal records are the same object (hash-consing, Ershov 1958), so the structure of
+a whole program is known by the identity of its last nodes: looking up a plan costs one dictionary access, however many ops were
+recorded, and recording an op that was recorded before costs one too.
+
+For that to hold from step to step, a node must not mention its data. Data live in Sources; a Frame numbers the Sources that a
+program reads, in the order in which they were first used, and the leaf nodes carry only that number.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .dtypes import DType
+from .errors import StaleError
+
+if TYPE_CHECKING:
+    from .device import Device
+    from .tensor import Tensor
+
+MAX_DIMS = 4  # ggml's limit
+
+Shape = tuple[int, ...]
+
+
+class Spec(NamedTuple):
+    """The shape and element type of a value: what a shape rule returns."""
+
+    shape: Shape
+    dtype: DType
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """One operation: four rules under one name. Inputs are positional, settings keyword-only, in each of them.
+
+    - shape(*inputs, **settings) -> Spec: the type checker. Raises on all that the matching ggml constructor would assert.
+    - lower(b, *inputs, **settings) -> ggml tensor: the graph node or nodes; b is a lowering.Lowering.
+    - grad(g, out, *inputs, **settings) -> a Tensor, or a tuple with a Tensor or None for each input: written in ops, so it
+      is recorded like any other computation. Summing a broadcast gradient back is the engine's work, not the rule's.
+    - reference(*inputs, **settings) -> ndarray: NumPy's formula in float64.
+
+    ``grad=None`` says that no rule is written (an error when asked for); ``differentiable=False`` that the result does not
+    depend smoothly on anything. ``mutates`` lists the inputs that the op changes in place.
+    """
+
+    name: str
+    shape: Callable[..., Spec]
+    lower: Callable[..., Any]
+    reference: Callable[..., Any]
+    grad: Callable[..., Any] | None = None
+    differentiable: bool = True
+    mutates: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        OPS[self.name] = self
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+OPS: dict[str, Op] = {}
+"""Every op by name."""
+
+
+class Mode(NamedTuple):
+    """How ops are recorded at the moment: on a tape or not, and inside which checkpointed segment (0 is none)."""
+
+    taped: bool
+    segment: int
+
+
+PLAIN = Mode(False, 0)
+
+
+class Node:
+    """One recorded operation; equal ones are one object. ``order`` grows with creation, so inputs come first by it."""
+
+    __slots__ = ("op", "inputs", "settings", "mode", "shape", "dtype", "requires_grad", "order")
+
+    def __init__(
+        self, op: Op, inputs: tuple[Node, ...], settings: tuple, mode: Mode, spec: Spec, requires_grad: bool
+    ) -> None:
+        self.op = op
+        self.inputs = inputs
+        self.settings = settings
+        self.mode = mode
+        self.shape, self.dtype = spec
+        self.requires_grad = requires_grad
+        self.order = next(_order)
+
+    def __repr__(self) -> str:
+        return f"{self.op.name}{list(self.shape)}"
+
+
+_order = itertools.count()
+_nodes: dict[tuple, Node] = {}
+_derived: list[dict] = []
+MAX_NODES = 1 << 18
+"""Bound on the table of nodes; when it is full, the table and all that is derived from it start anew."""
+
+
+def derived_cache() -> dict:
+    """Return a new dictionary that is emptied together with the table of nodes."""
+    cache: dict = {}
+    _derived.append(cache)
+    return cache
+
+
+def clear_nodes() -> None:
+    """Forget all recorded structure. Tensors stay valid; the next step is planned anew."""
+    _nodes.clear()
+    for cache in _derived:
+        cache.clear()
+
+
+def make_node(key: tuple) -> Node:
+    """Create the node for a key (op, settings, mode, *inputs) that the table lacks; the shape rule checks it."""
+    op, settings, mode, *inputs = key
+    spec = op.shape(*inputs, **dict(settings))
+    requires_grad = mode.taped and op.differentiable and any(node.requires_grad for node in inputs)
+    if len(_nodes) >= MAX_NODES:
+        clear_nodes()
+    if not requires_grad and mode is not PLAIN:  # the mode makes no difference: share the plain node
+        node = find_node((op, settings, PLAIN, *inputs))
+    else:
+        node = Node(op, tuple(inputs), settings, mode, spec, requires_grad)
+    return _nodes.setdefault(key, node)
+
+
+def find_node(key: tuple) -> Node:
+    """Return the one node for a key (op, settings, mode, *inputs)."""
+    return _nodes.get(key) or make_node(key)
+
+
+def _leaf_shape(*, index: int, shape: Shape, dtype: DType, requires_grad: bool) -> Spec:
+    raise NotImplementedError("source nodes are made by source_node")
+
+
+SOURCE = Op("source", _leaf_shape, _leaf_shape, _leaf_shape)
+
+
+def source_node(index: int, shape: Shape, dtype: DType, requires_grad: bool) -> Node:
+    """Return the leaf node for the index-th source of a frame."""
+    key = (SOURCE, index, shape, dtype, requires_grad)
+    node = _nodes.get(key)
+    if node is None:
+        settings = (("index", index),)
+        node = _nodes.setdefault(key, Node(SOURCE, (), settings, PLAIN, Spec(shape, dtype), requires_grad))
+    return node
+
+
+def source_index(node: Node) -> int:
+    """Return the number that a leaf node carries: the place of its source in a frame."""
+    return node.settings[0][1]
+
+
+class Source:
+    """A value that exists: a parameter, a batch, or a result. Its storage belongs to one device."""
+
+    __slots__ = ("shape", "dtype", "device", "storage", "version", "requires_grad", "owner", "label_range")
+
+    def __init__(self, shape: Shape, dtype: DType, device: Device, storage: Any, requires_grad: bool = False) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.device = device
+        self.storage = storage
+        self.version = 0  # grows with every change in place
+        self.requires_grad = requires_grad
+        self.owner: weakref.ref[Tensor] | None = None  # the leaf tensor that collects .grad
+        self.label_range: tuple[int, int] | None = None  # smallest and largest integer, once somebody asked
+
+
+class Frame:
+    """The sources of one program, numbered in order of first use, and the handles to what was recorded on them.
+
+    A frame ends when all its living handles have values and none of them can be differentiated any more.
+    """
+
+    __slots__ = ("device", "sources", "versions", "nodes", "handles", "ended", "tape_closed", "segments")
+
+    def __init__(self, device: Device | None) -> None:
+        self.device: Device = device  # type: ignore[assignment]  # only NOWHERE has none
+        self.sources: list[Source] = []
+        self.versions: list[int] = []
+        self.nodes: dict[Source, Node] = {}
+        self.handles: list[weakref.ref[Tensor]] = []
+        self.ended: str | None = None  # why, once it has
+        self.tape_closed = False  # whether a tape that recorded here has been closed
+        self.segments = 0
+
+    def bind(self, source: Source) -> Node:
+        """Return the leaf node of a source, numbering it if it is new."""
+        node = self.nodes.get(source)
+        if node is None:
+            index = len(self.sources)
+            node = source_node(index, source.shape, source.dtype, source.requires_grad)
+            self.sources.append(source)
+            self.versions.append(source.version)
+            self.nodes[source] = node
+        return node
+
+    def is_current(self, source: Source) -> bool:
+        """Tell whether the source still has the value (and the need for a gradient) that it was bound with."""
+        node = self.nodes.get(source)
+        return node is None or (
+            self.versions[source_index(node)] == source.version
+            and node.requires_grad == source.requires_grad
+        )
+
+    def check_current(self) -> None:
+        """Raise StaleError if a source has changed since it was bound."""
+        for source, version in zip(self.sources, self.versions, strict=True):
+            if source.version != version:
+                raise StaleError(
+                    f"this value was recorded with a {source.shape} parameter that has changed since, so it can no longer "
+                    "be computed; read it (for example .item()) before the update, or record it again"
+                )
+
+    def end(self, reason: str) -> None:
+        """Release the frame's data. Its handles keep the values that they have."""
+        self.ended = reason
+        self.sources = []
+        self.versions = []
+        self.nodes = {}
+        self.handles = []
+
+
+NOWHERE = Frame(None)
+"""The place of a tensor that no frame has numbered yet."""
+NOWHERE.end("it was not recorded on one")
+
+
+class State(threading.local):
+    """What is per thread: the current device, the recording mode, and the open frame of each device."""
+
+    def __init__(self) -> None:
+        self.mode = PLAIN
+        self.blocks: list[tuple[object, bool]] = []  # open grad_tape and no_grad blocks; the last one decides
+        self.device: Device | None = None  # None: the process-wide default
+        self.frames: dict[Device, Frame] = {}
+        self.frame = NOWHERE  # the one used last
+
+    def open_frame(self, device: Device) -> Frame:
+        """Return this thread's frame for a device, a fresh one if the last has ended."""
+        frame = self.frames.get(device)
+        if frame is None or frame.ended:
+            frame = self.frames[device] = Frame(device)
+        self.frame = frame
+        return frame
+
+    def new_frame(self, device: Device) -> Frame:
+        """Start a fresh frame for a device. Pending handles of the old one stay readable."""
+        frame = self.frame = self.frames[device] = Frame(device)
+        return frame
+
+    @contextmanager
+    def inside(self, frame: Frame, mode: Mode) -> Iterator[None]:
+        """Record into a given frame, in a given mode, for the length of a with block."""
+        before = self.frames.get(frame.device), self.frame, self.mode
+        self.frames[frame.device] = self.frame = frame
+        self.mode = mode
+        try:
+            yield
+        finally:
+            outer, self.frame, self.mode = before
+            if outer is not None:
+                self.frames[frame.device] = outer
+
+
+state = State()

@@ -1,0 +1,76 @@
+"""What an op's lowering is written with: ggml constructors on NumPy's shapes.
+
+NumPy's row-major shape (a, b, c) is ggml's ne = [c, b, a, 1]; that reversal stands here, in `ne_of`, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from ._ffi import ffi, lib
+from .dtypes import DType
+from .graph import MAX_DIMS, Shape
+
+GgmlTensor = Any
+"""A cffi pointer to a ggml_tensor."""
+
+
+def ne_of(shape: Shape) -> list[int]:
+    """Return ggml's four sizes of a NumPy shape."""
+    return [*reversed(shape), *[1] * (MAX_DIMS - len(shape))]
+
+
+class Lowering:
+    """One ggml graph under construction."""
+
+    def __init__(self, context: Any, graph: Any, own_kernels: bool) -> None:
+        self.ctx = context
+        self.graph = graph
+        self.own_kernels = own_kernels  # whether nodes of kernels.c can run on the device
+        self._contiguous: dict[Any, GgmlTensor] = {}
+
+    def add(self, tensor: GgmlTensor) -> GgmlTensor:
+        """Append a tensor, and what it needs that is not there yet, to the graph."""
+        lib.ggml_build_forward_expand(self.graph, tensor)
+        return tensor
+
+    def new(self, shape: Shape, dtype: DType) -> GgmlTensor:
+        """Return a tensor without memory."""
+        return lib.ggml_new_tensor(self.ctx, dtype.ggml, MAX_DIMS, ne_of(shape))
+
+    def contiguous(self, tensor: GgmlTensor) -> GgmlTensor:
+        """Return the tensor with its elements in order in memory: itself if they are, else one copy for all who ask."""
+        if lib.ggml_is_contiguous(tensor):
+            # An axis of size 1 may have any stride there, but not in all of ggml's kernels.
+            size = lib.ggml_element_size(tensor)
+            ordered = [tensor.nb[i] == size * prod(tensor.ne[k] for k in range(i)) for i in range(MAX_DIMS)]
+            return tensor if all(ordered) else lib.ggml_reshape(self.ctx, tensor, tensor)
+        copy = self._contiguous.get(tensor)
+        if copy is None:
+            copy = self._contiguous[tensor] = lib.ggml_cont(self.ctx, tensor)
+        return copy
+
+    def reshape(self, tensor: GgmlTensor, shape: Shape) -> GgmlTensor:
+        """Return the same elements in another shape."""
+        return lib.ggml_reshape_4d(self.ctx, self.contiguous(tensor), *ne_of(shape))
+
+    def broadcast(self, tensor: GgmlTensor, shape: Shape) -> GgmlTensor:
+        """Return the tensor repeated along axes of size 1 until it has the shape."""
+        ne = ne_of(shape)
+        if [tensor.ne[i] for i in range(MAX_DIMS)] == ne:
+            return tensor
+        return lib.ggml_repeat_4d(self.ctx, self.contiguous(tensor), *ne)
+
+    def binary(self, constructor: Any, a: GgmlTensor, b: GgmlTensor, commutative: bool) -> GgmlTensor:
+        """Apply ggml's binary op, which broadcasts its second operand only, under NumPy's rule for both."""
+        sizes_a, sizes_b = list(a.ne), list(b.ne)
+        if commutative and any(m < n for m, n in zip(sizes_a, sizes_b, strict=True)):
+            a, b, sizes_a, sizes_b = b, a, sizes_b, sizes_a
+        ne = [max(m, n) for m, n in zip(sizes_a, sizes_b, strict=True)]
+        if sizes_a != ne:
+            a = lib.ggml_repeat_4d(self.ctx, self.contiguous(a), *ne)
+        return constructor(self.ctx, self.contiguous(a), self.contiguous(b))
+
+
+__all__ = ["GgmlTensor", "Lowering", "ffi", "lib", "ne_of"]

@@ -1,0 +1,232 @@
+"""Arithmetic, element by element, with NumPy's broadcasting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .._ffi import lib
+from ..device import Device, resolve_device
+from ..dtypes import float32
+from ..graph import PLAIN, Op, Shape, Spec, find_node, state
+from ..lowering import GgmlTensor, Lowering
+from ..tensor import Tensor, TensorLike, pending, record
+from .rules import broadcasting, check_ndim, same
+
+# ---- full ------------------------------------------------------------------------------------------------------------------
+
+
+def _full_shape(*, shape: Shape, value: float) -> Spec:
+    check_ndim("full", shape)
+    return Spec(shape, float32)
+
+
+FULL = Op(
+    "full",
+    shape=_full_shape,
+    lower=lambda b, shape, value: lib.ggml_fill(b.ctx, b.new(shape, float32), value),
+    reference=lambda shape, value: np.full(shape, value),
+    differentiable=False,
+)
+
+
+def full(shape: Sequence[int], value: float, *, device: Device | str | None = None) -> Tensor:
+    """Return a tensor filled with one Python number, which becomes part of the recorded structure.
+
+    >>> ag.full((2,), 0.5).numpy()
+    array([0.5, 0.5], dtype=float32)
+    """
+    frame = state.open_frame(resolve_device(device))
+    settings = (("shape", tuple(int(size) for size in shape)), ("value", float(value)))
+    return pending(find_node((FULL, settings, PLAIN)), frame)
+
+
+# ---- add, sub, mul, div --------------------------------------------------------------------------------------------------
+
+ADD = Op(
+    "add",
+    shape=broadcasting("add"),
+    lower=lambda b, x, y: b.binary(lib.ggml_add, x, y, commutative=True),
+    grad=lambda g, out, x, y: (g, g),
+    reference=np.add,
+)
+
+
+def add(x: TensorLike, y: TensorLike) -> Tensor:
+    """Return x + y, elementwise.
+
+    >>> ag.add([1.0, 2.0], 0.5).numpy()
+    array([1.5, 2.5], dtype=float32)
+    """
+    if isinstance(y, (int, float)):
+        return affine(x, shift=y)
+    if isinstance(x, (int, float)):
+        return affine(y, shift=x)
+    return record(ADD, x, y)
+
+
+SUB = Op(
+    "sub",
+    shape=broadcasting("sub"),
+    lower=lambda b, x, y: b.binary(lib.ggml_sub, x, y, commutative=False),
+    grad=lambda g, out, x, y: (g, neg(g)),
+    reference=np.subtract,
+)
+
+
+def sub(x: TensorLike, y: TensorLike) -> Tensor:
+    """Return x - y, elementwise.
+
+    >>> ag.sub([1.0, 2.0], [[1.0], [3.0]]).numpy()
+    array([[ 0.,  1.],
+           [-2., -1.]], dtype=float32)
+    """
+    if isinstance(y, (int, float)):
+        return affine(x, shift=-y)
+    if isinstance(x, (int, float)):
+        return affine(y, scale=-1.0, shift=x)
+    return record(SUB, x, y)
+
+
+MUL = Op(
+    "mul",
+    shape=broadcasting("mul"),
+    lower=lambda b, x, y: b.binary(lib.ggml_mul, x, y, commutative=True),
+    grad=lambda g, out, x, y: (mul(g, y), mul(g, x)),
+    reference=np.multiply,
+)
+
+
+def mul(x: TensorLike, y: TensorLike) -> Tensor:
+    """Return x * y, elementwise.
+
+    >>> ag.mul([1.0, 2.0], [3.0, 4.0]).numpy()
+    array([3., 8.], dtype=float32)
+    """
+    if isinstance(y, (int, float)):
+        return affine(x, scale=y)
+    if isinstance(x, (int, float)):
+        return affine(y, scale=x)
+    return record(MUL, x, y)
+
+
+DIV = Op(
+    "div",
+    shape=broadcasting("div"),
+    lower=lambda b, x, y: b.binary(lib.ggml_div, x, y, commutative=False),
+    grad=lambda g, out, x, y: (div(g, y), neg(mul(g, div(out, y)))),
+    reference=np.divide,
+)
+
+
+def div(x: TensorLike, y: TensorLike) -> Tensor:
+    """Return x / y, elementwise.
+
+    >>> ag.div([1.0, 2.0], [4.0, 4.0]).numpy()
+    array([0.25, 0.5 ], dtype=float32)
+    """
+    if isinstance(y, (int, float)) and y != 0:
+        return affine(x, scale=1.0 / y)
+    return record(DIV, x, y)
+
+
+# ---- affine: the one op behind neg, scale and arithmetic with Python numbers ------------------------------------------------
+
+
+def _lower_affine(b: Lowering, x: GgmlTensor, *, scale: float, shift: float) -> GgmlTensor:
+    if shift == 0.0:
+        return lib.ggml_scale(b.ctx, b.contiguous(x), scale)
+    return lib.ggml_scale_bias(b.ctx, b.contiguous(x), scale, shift)
+
+
+AFFINE = Op(
+    "affine",
+    shape=same("affine"),
+    lower=_lower_affine,
+    grad=lambda g, out, x, scale, shift: affine(g, scale=scale),
+    reference=lambda x, scale, shift: x * scale + shift,
+)
+
+
+def affine(x: TensorLike, *, scale: float = 1.0, shift: float = 0.0) -> Tensor:
+    """Return scale * x + shift for two Python numbers, which become part of the recorded structure.
+
+    Use a 0-d tensor instead for a number that changes from step to step.
+
+    >>> ag.affine([1.0, 2.0], scale=2.0, shift=1.0).numpy()
+    array([3., 5.], dtype=float32)
+    """
+    return record(AFFINE, x, scale=float(scale), shift=float(shift))
+
+
+def neg(x: TensorLike) -> Tensor:
+    """Return -x.
+
+    >>> ag.neg([1.0, -2.0]).numpy()
+    array([-1.,  2.], dtype=float32)
+    """
+    return affine(x, scale=-1.0)
+
+
+# ---- relu ------------------------------------------------------------------------------------------------------------------
+
+RELU = Op(
+    "relu",
+    shape=same("relu"),
+    lower=lambda b, x: lib.ggml_relu(b.ctx, b.contiguous(x)),
+    grad=lambda g, out, x: mul(g, step(x)),
+    reference=lambda x: np.maximum(x, 0.0),
+)
+
+
+def relu(x: TensorLike) -> Tensor:
+    """Return max(x, 0), elementwise. The gradient at 0 is 0.
+
+    >>> ag.relu([-1.0, 2.0]).numpy()
+    array([0., 2.], dtype=float32)
+    """
+    return record(RELU, x)
+
+
+STEP = Op(
+    "step",
+    shape=same("step"),
+    lower=lambda b, x: lib.ggml_step(b.ctx, b.contiguous(x)),
+    differentiable=False,
+    reference=lambda x: (x > 0).astype(float),
+)
+
+
+def step(x: TensorLike) -> Tensor:
+    """Return 1 where x > 0 and 0 elsewhere. No gradient flows through it.
+
+    >>> ag.step([-1.0, 0.0, 2.0]).numpy()
+    array([0., 0., 1.], dtype=float32)
+    """
+    return record(STEP, x)
+
+
+# ---- detach ----------------------------------------------------------------------------------------------------------------
+
+
+def _detach_shape(x: Spec) -> Spec:
+    return Spec(x.shape, x.dtype)
+
+
+DETACH = Op(
+    "detach",
+    shape=_detach_shape,
+    lower=lambda b, x: lib.ggml_view_tensor(b.ctx, x),
+    differentiable=False,
+    reference=lambda x: x,
+)
+
+
+def detach(x: TensorLike) -> Tensor:
+    """Return the same value; no gradient flows through it.
+
+    >>> ag.detach(ag.param([1.0])).requires_grad
+    False
+    """
+    return record(DETACH, x)

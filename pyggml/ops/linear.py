@@ -1,0 +1,106 @@
+"""Matrix products."""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+
+from .._ffi import ffi, lib
+from ..dtypes import float32
+from ..errors import ShapeError
+from ..graph import Op, Spec
+from ..lowering import GgmlTensor, Lowering
+from ..tensor import Tensor, TensorLike, as_tensor, record
+from .rules import broadcast_shapes, need_floats
+from .shaping import PERMUTE, reshape, transpose
+
+# ---- matmul ----------------------------------------------------------------------------------------------------------------
+
+
+def _matmul_shape(a: Spec, b: Spec) -> Spec:
+    need_floats("matmul", a, b)
+    if a.shape[-1] != b.shape[-2]:
+        hint = "; did you mean b.T?" if len(b.shape) == 2 and a.shape[-1] == b.shape[-1] else ""
+        raise ShapeError(
+            f"matmul: inner sizes must agree; got {a.shape} @ {b.shape}, {a.shape[-1]} != {b.shape[-2]}{hint}"
+        )
+    batch = broadcast_shapes("matmul", a.shape[:-2], b.shape[:-2])
+    return Spec((*batch, a.shape[-2], b.shape[-1]), float32)
+
+
+def _has_unit_stride(t: GgmlTensor) -> bool:
+    """Tell whether one of the last two axes is contiguous and the other strides over it, as BLAS wants a matrix."""
+    width = ffi.sizeof("float")
+    return (t.nb[0] == width and t.nb[1] >= width * t.ne[0]) or (t.nb[1] == width and t.nb[0] >= width * t.ne[1])
+
+
+def _lower_matmul(b: Lowering, x: GgmlTensor, y: GgmlTensor) -> GgmlTensor:
+    if b.own_kernels:
+        x, y = (t if _has_unit_stride(t) else b.contiguous(t) for t in (x, y))
+        return lib.pg_matmul(b.ctx, x, y)
+    # ggml_mul_mat(p, q) is q @ p.T for p (n, k) and q (m, k), and broadcasts p over q's batch axes
+    batch = [max(x.ne[i], y.ne[i]) for i in (3, 2)]
+    y = b.contiguous(lib.ggml_transpose(b.ctx, y))
+    if [x.ne[3], x.ne[2]] != batch:
+        x = b.broadcast(x, (*batch, x.ne[1], x.ne[0]))
+    product = lib.ggml_mul_mat(b.ctx, y, b.contiguous(x))
+    lib.ggml_mul_mat_set_prec(product, lib.GGML_PREC_F32)
+    return product
+
+
+def _grad_matmul(g: Tensor, out: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return _product_like(a, g, _swap(b)), _product_like(b, _swap(a), g)
+
+
+def _swap(x: Tensor) -> Tensor:
+    return transpose(x, -1, -2)
+
+
+def _product_like(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Return left @ right, laid out in memory as x is: the gradient of a transposed weight is that of the weight, uncopied."""
+    if x._at[1].op is PERMUTE:
+        return _swap(record(MATMUL, _swap(right), _swap(left)))
+    return record(MATMUL, left, right)
+
+
+MATMUL = Op(
+    "matmul",
+    shape=_matmul_shape,
+    lower=_lower_matmul,
+    grad=_grad_matmul,
+    reference=np.matmul,
+)
+
+
+def matmul(a: TensorLike, b: TensorLike) -> Tensor:
+    """Return the matrix product, (..., m, k) @ (..., k, n) -> (..., m, n), with NumPy's rules.
+
+    A 1-D operand is a row on the left and a column on the right, and its axis is dropped from the result. Leading axes
+    broadcast. Raises ShapeError if the inner sizes differ.
+
+    >>> ag.matmul([[1.0, 2.0]], [[3.0], [4.0]]).numpy()
+    array([[11.]], dtype=float32)
+    """
+    if not isinstance(a, Tensor):
+        a = as_tensor(a, b if isinstance(b, Tensor) else None, op="matmul")
+    if not isinstance(b, Tensor):
+        b = as_tensor(b, a, op="matmul")
+    m, n = a.shape, b.shape
+    if len(m) == 2 and len(n) == 2:
+        return record(MATMUL, a, b)
+    if not m or not n:
+        raise ShapeError(f"matmul: operands need at least one axis; got {m} @ {n}; use * to scale by a number")
+    if len(m) == 1 and len(n) == 1:
+        return reshape(matmul(reshape(a, (1, -1)), reshape(b, (-1, 1))), ())
+    if len(m) == 1:
+        product = matmul(reshape(a, (1, -1)), b)
+        return reshape(product, (*product.shape[:-2], n[-1]))
+    if len(n) == 1:
+        product = matmul(a, reshape(b, (-1, 1)))
+        return reshape(product, product.shape[:-1])
+    if len(n) == 2 and len(m) > 2 and m[-1] == n[0]:  # one large product instead of many small ones
+        return reshape(record(MATMUL, reshape(a, (prod(m[:-1]), m[-1])), b), (*m[:-1], n[1]))
+    return record(MATMUL, a, b)
+
+

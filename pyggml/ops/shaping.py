@@ -1,0 +1,153 @@
+"""The same elements in another arrangement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+
+from .._ffi import lib
+from ..errors import DTypeError, ShapeError
+from ..graph import MAX_DIMS, Op, Shape, Spec
+from ..lowering import GgmlTensor, Lowering
+from ..tensor import Tensor, TensorLike, as_tensor, pending, record
+from .rules import broadcast_shapes, check_ndim, normalize_axis
+
+# ---- reshape ---------------------------------------------------------------------------------------------------------------
+
+
+def _reshape_shape(x: Spec, *, shape: Shape) -> Spec:
+    if prod(shape) != prod(x.shape):
+        raise ShapeError(f"reshape: {x.shape} has {prod(x.shape)} elements, {shape} has {prod(shape)}")
+    return Spec(shape, x.dtype)
+
+
+RESHAPE = Op(
+    "reshape",
+    shape=_reshape_shape,
+    lower=lambda b, x, shape: b.reshape(x, shape),
+    grad=lambda g, out, x, shape: reshape(g, x.shape),
+    reference=lambda x, shape: np.reshape(x, shape),
+)
+
+
+def reshape(x: TensorLike, shape: int | Sequence[int]) -> Tensor:
+    """Return the same elements in another shape; one size may be -1.
+
+    Raises ShapeError if the number of elements differs.
+
+    >>> ag.reshape([[1.0, 2.0], [3.0, 4.0]], -1).numpy()
+    array([1., 2., 3., 4.], dtype=float32)
+    """
+    x = as_tensor(x, op="reshape", dtype=None)
+    sizes = [shape] if hasattr(shape, "__index__") else list(shape)  # type: ignore[arg-type,list-item]
+    if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
+        sizes = list(sizes[0])
+    if not all(hasattr(size, "__index__") for size in sizes):
+        raise DTypeError(f"reshape: sizes must be integers; got {shape!r}")
+    sizes = [int(size) for size in sizes]
+    check_ndim("reshape", sizes)
+    if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
+        raise ShapeError(f"reshape: sizes must be positive, one of them may be -1; got {tuple(sizes)}")
+    if -1 in sizes:
+        rest = -prod(sizes)
+        if prod(x.shape) % rest:
+            raise ShapeError(f"reshape: {x.shape} has {prod(x.shape)} elements, which {tuple(sizes)} cannot hold")
+        sizes[sizes.index(-1)] = prod(x.shape) // rest
+    return record(RESHAPE, x, shape=tuple(sizes))
+
+
+# ---- permute and transpose ---------------------------------------------------------------------------------------------------
+
+
+def _lower_permute(b: Lowering, x: GgmlTensor, *, axes: tuple[int, ...]) -> GgmlTensor:
+    target = list(range(MAX_DIMS))  # where each of ggml's axes goes
+    for axis, origin in enumerate(axes, start=-len(axes)):
+        target[-1 - origin] = -1 - axis
+    return lib.ggml_permute(b.ctx, x, *target)
+
+
+PERMUTE = Op(
+    "permute",
+    shape=lambda x, axes: Spec(tuple(x.shape[a] for a in axes), x.dtype),
+    lower=_lower_permute,
+    grad=lambda g, out, x, axes: permute(g, np.argsort([a % len(axes) for a in axes]).tolist()),
+    reference=lambda x, axes: np.transpose(x, axes),
+)
+
+
+def permute(x: TensorLike, axes: Sequence[int]) -> Tensor:
+    """Return x with its axes in another order: axis i of the result is axis axes[i] of x.
+
+    >>> ag.permute([[1.0, 2.0], [3.0, 4.0]], (1, 0)).numpy()
+    array([[1., 3.],
+           [2., 4.]], dtype=float32)
+    """
+    x = as_tensor(x, op="permute", dtype=None)
+    order = tuple(normalize_axis("permute", axis, x.ndim) for axis in axes)
+    if sorted(order) != list(range(-x.ndim, 0)):
+        raise ShapeError(f"permute: each of the {x.ndim} axes exactly once; got {tuple(axes)}")
+    return _permuted(x, order)
+
+
+def _permuted(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """Record a permutation; two in a row are one, and one that changes nothing is none."""
+    frame, node = x._at
+    if node.op is PERMUTE and not frame.ended:
+        first = dict(node.settings)["axes"]
+        combined = tuple(first[axis] for axis in axes)
+        inner = pending(node.inputs[0], frame)
+        return inner if combined == tuple(range(-len(axes), 0)) else record(PERMUTE, inner, axes=combined)
+    return record(PERMUTE, x, axes=axes)
+
+
+def transpose(x: TensorLike, axis1: int | None = None, axis2: int | None = None) -> Tensor:
+    """Return x with its axes reversed, or with two of them exchanged.
+
+    >>> ag.transpose([[1.0, 2.0, 3.0]]).shape
+    (3, 1)
+    """
+    x = as_tensor(x, op="transpose", dtype=None)
+    order = list(range(-x.ndim, 0))
+    if axis1 is None and axis2 is None:
+        order.reverse()
+    elif axis1 is None or axis2 is None:
+        raise ShapeError("transpose: give both axes or none")
+    else:
+        i, j = normalize_axis("transpose", axis1, x.ndim), normalize_axis("transpose", axis2, x.ndim)
+        order[i], order[j] = order[j], order[i]
+    return _permuted(x, tuple(order))
+
+
+# ---- broadcast_to --------------------------------------------------------------------------------------------------------------
+
+
+def _broadcast_to_shape(x: Spec, *, shape: Shape) -> Spec:
+    if broadcast_shapes("broadcast_to", x.shape, shape) != shape:
+        raise ShapeError(f"broadcast_to: {x.shape} cannot grow to {shape}")
+    return Spec(shape, x.dtype)
+
+
+BROADCAST_TO = Op(
+    "broadcast_to",
+    shape=_broadcast_to_shape,
+    lower=lambda b, x, shape: b.broadcast(x, shape),
+    grad=lambda g, out, x, shape: g,  # the engine sums it back
+    reference=lambda x, shape: np.broadcast_to(x, shape),
+)
+
+
+def broadcast_to(x: TensorLike, shape: Sequence[int]) -> Tensor:
+    """Return x repeated along axes of size 1, and along new leading axes, until it has the shape.
+
+    >>> ag.broadcast_to([1.0, 2.0], (2, 2)).numpy()
+    array([[1., 2.],
+           [1., 2.]], dtype=float32)
+    """
+    x = as_tensor(x, op="broadcast_to", dtype=None)
+    wanted = tuple(int(size) for size in shape)
+    check_ndim("broadcast_to", wanted)
+    if any(size < 1 for size in wanted):
+        raise ShapeError(f"broadcast_to: sizes must be positive; got {wanted}")
+    return x if wanted == x.shape else record(BROADCAST_TO, x, shape=wanted)

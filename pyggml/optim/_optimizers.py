@@ -1,0 +1,281 @@
+"""The optimizer base and the methods built on it.
+
+The base owns the counters, the accumulation window and the run; a method is what one parameter needs: `init_single`, its state,
+and `update_single`, the effects that change parameter and state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..dtypes import float32
+from ..errors import GradError, SettingError
+from ..graph import PLAIN, Frame, Node, Op, Source, find_node, state
+from ..ops import add, affine, mul, sub
+from ..ops.update import ADAMW, ASSIGN
+from ..plan import evaluate
+from ..tensor import Tensor, make_tensor, node_in, passing
+
+
+class Optimizer:
+    """Base of all optimizers.
+
+    Args:
+        params: the parameters, as a list, a dict, or what module.parameters() returns.
+        lr: the learning rate; may be changed at any time.
+        accumulate_steps: how many backward passes make one update.
+        average: whether the update uses the mean of their gradients, or the sum.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Mapping[str, Tensor],
+        *,
+        lr: float,
+        accumulate_steps: int = 1,
+        average: bool = True,
+    ) -> None:
+        name = type(self).__name__
+        listed = list(params.values()) if isinstance(params, Mapping) else list(params)
+        self.params: list[Tensor] = list(dict.fromkeys(listed))  # a tied parameter is updated once
+        if not self.params:
+            raise SettingError(f"{name}: needs at least one parameter; got none")
+        for parameter in self.params:
+            if not isinstance(parameter, Tensor) or parameter._source is None or not parameter.is_leaf:
+                raise SettingError(f"{name}: needs parameters made with ag.param; got {type(parameter).__name__}")
+        if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
+            raise SettingError(f"{name}: accumulate_steps must be a positive integer; got {accumulate_steps!r}")
+        self.lr = check_range(name, "lr", lr, 0.0)
+        self.accumulate_steps = accumulate_steps
+        self.average = bool(average)
+        self.t = 0
+        """Updates made; calls of step() that only filled the window do not count."""
+        self._gathered = 0  # backward passes in the open window
+        self._state: dict[Tensor, tuple[Source, ...]] = {}
+
+    # ---- what a method defines ----
+
+    def init_single(self, parameter: Tensor) -> tuple[np.ndarray, ...]:
+        """Return the first state of one parameter."""
+        return ()
+
+    def hyper(self) -> list[float]:
+        """Return the numbers of this update: inputs of the graph, so changing them plans nothing anew."""
+        raise NotImplementedError
+
+    def update_single(
+        self, parameter: Tensor, gradient: Tensor, states: tuple[Tensor, ...], hyper: Tensor
+    ) -> list[tuple[Op, tuple[Tensor, ...]]]:
+        """Return the effects that update one parameter and its state."""
+        raise NotImplementedError
+
+    # ---- what people call ----
+
+    def zero_grad(self) -> None:
+        """Set every parameter's gradient to None."""
+        for parameter in self.params:
+            parameter.grad = None
+
+    def step(self, grads: Mapping[Tensor, Tensor] | None = None) -> bool:
+        """Update the parameters from their accumulated gradients, or from the ones given; return whether it did.
+
+        With accumulate_steps=k the first k - 1 calls compute and keep the gradients and return False; the k-th updates,
+        empties the gradients, and returns True. Everything pending on the same tape is computed in the same run, and its
+        tape ends. A parameter without a gradient is left alone.
+        """
+        name = type(self).__name__
+        if grads is not None and self.accumulate_steps > 1:
+            raise GradError(
+                f"{name}: step(grads) would use the last micro-batch only; with accumulate_steps={self.accumulate_steps} "
+                "call step(), which reads the sum in .grad"
+            )
+        pairs = [
+            (parameter, gradient)
+            for parameter in self.params
+            if (gradient := parameter.grad if grads is None else grads.get(parameter)) is not None
+        ]
+        self._gathered += 1
+        if self._gathered < self.accumulate_steps:
+            for _, gradient in pairs:
+                gradient._materialized()  # the first computes them all, in one run
+            return False
+        count, self._gathered = self._gathered, 0
+        if pairs:
+            self.t += 1
+            self._update(pairs, 1.0 / count if self.average else 1.0)
+        if self.accumulate_steps > 1:
+            self.zero_grad()
+        return True
+
+    # ---- the run ----
+
+    def _update(self, pairs: list[tuple[Tensor, Tensor]], scale: float) -> None:
+        frame = self._frame_of(pairs)
+        device = frame.device
+        with state.inside(frame, PLAIN):
+            hyper = make_tensor(np.array(self.hyper()), device=device)
+            effects: list[Node] = []
+            for parameter, gradient in pairs:
+                states = self._state.get(parameter)
+                if states is None:
+                    arrays = self.init_single(parameter)
+                    states = self._state[parameter] = tuple(
+                        Source(a.shape, float32, device, device.upload(a.astype(parameter.dtype), float32)) for a in arrays
+                    )
+                handles = tuple(passing(frame.bind(source), frame) for source in states)
+                if scale != 1.0:
+                    gradient = affine(gradient, scale=scale)
+                for op, inputs in self.update_single(parameter, gradient, handles, hyper):
+                    nodes = [node_in(tensor, frame) for tensor in inputs]
+                    effects.append(find_node((op, (), PLAIN, *nodes)))
+            del gradient, pairs  # handles of scaled gradients are not outputs
+        evaluate(frame, effects=tuple(effects))
+
+    def _frame_of(self, pairs: list[tuple[Tensor, Tensor]]) -> Frame:
+        """Return the frame where the gradients wait; of several, compute all but the last."""
+        frames = list(dict.fromkeys(g._at[0] for _, g in pairs if g._source is None))
+        for frame in frames[:-1]:
+            evaluate(frame)
+        return frames[-1] if frames else state.new_frame(pairs[0][0].device)
+
+
+def check_range(op: str, name: str, value: float, low: float, below: float = float("inf")) -> float:
+    """Return value as a float, or raise SettingError unless low <= value < below."""
+    if not isinstance(value, (int, float)) or not low <= value < below:
+        raise SettingError(f"{op}: {name} must be in [{low}, {below}); got {value!r}")
+    return float(value)
+
+
+class SGD(Optimizer):
+    """Stochastic gradient descent, with momentum if asked for (Sutskever et al. 2013, in PyTorch's form).
+
+    Weight decay is added to the gradient: g + weight_decay * w.
+
+    >>> w = ag.param([1.0])
+    >>> opt = optim.SGD([w], lr=0.5)
+    >>> with ag.grad_tape():
+    ...     loss = ag.sum(w * w)
+    >>> _ = ag.backward(loss)
+    >>> opt.step(), w.numpy()
+    (True, array([0.], dtype=float32))
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Mapping[str, Tensor],
+        lr: float = 1e-2,
+        *,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        accumulate_steps: int = 1,
+        average: bool = True,
+    ) -> None:
+        super().__init__(params, lr=lr, accumulate_steps=accumulate_steps, average=average)
+        self.momentum = check_range("SGD", "momentum", momentum, 0.0, 1.0)
+        self.weight_decay = check_range("SGD", "weight_decay", weight_decay, 0.0)
+        self.nesterov = bool(nesterov)
+        if self.nesterov and not self.momentum:
+            raise SettingError("SGD: nesterov needs momentum > 0")
+
+    def init_single(self, parameter: Tensor) -> tuple[np.ndarray, ...]:
+        return (np.zeros(parameter.shape),) if self.momentum else ()
+
+    def hyper(self) -> list[float]:
+        return [self.lr]
+
+    def update_single(
+        self, parameter: Tensor, gradient: Tensor, states: tuple[Tensor, ...], hyper: Tensor
+    ) -> list[tuple[Op, tuple[Tensor, ...]]]:
+        effects: list[tuple[Op, tuple[Tensor, ...]]] = []
+        if self.weight_decay:
+            gradient = add(gradient, affine(parameter, scale=self.weight_decay))
+        if self.momentum:
+            velocity = add(affine(states[0], scale=self.momentum), gradient)
+            effects.append((ASSIGN, (states[0], velocity)))
+            gradient = add(affine(velocity, scale=self.momentum), gradient) if self.nesterov else velocity
+        return [*effects, (ASSIGN, (parameter, sub(parameter, mul(gradient, hyper))))]
+
+
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019).
+
+    >>> w = ag.param([1.0])
+    >>> opt = optim.AdamW([w], lr=0.5, weight_decay=0.0)
+    >>> with ag.grad_tape():
+    ...     loss = ag.sum(w * w)
+    >>> _ = ag.backward(loss)
+    >>> opt.step(), w.numpy()
+    (True, array([0.5], dtype=float32))
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Mapping[str, Tensor],
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        epsilon: float = 1e-8,
+        weight_decay: float = 1e-2,
+        accumulate_steps: int = 1,
+        average: bool = True,
+    ) -> None:
+        super().__init__(params, lr=lr, accumulate_steps=accumulate_steps, average=average)
+        name = type(self).__name__
+        self.betas = (check_range(name, "betas[0]", betas[0], 0.0, 1.0), check_range(name, "betas[1]", betas[1], 0.0, 1.0))
+        self.epsilon = check_range(name, "epsilon", epsilon, 0.0)
+        self.weight_decay = check_range(name, "weight_decay", weight_decay, 0.0)
+
+    def init_single(self, parameter: Tensor) -> tuple[np.ndarray, ...]:
+        return np.zeros(parameter.shape), np.zeros(parameter.shape)
+
+    def hyper(self) -> list[float]:
+        beta1, beta2 = self.betas
+        decay = self.weight_decay
+        return [self.lr, beta1, beta2, self.epsilon, decay, 1 / (1 - beta1**self.t), 1 / (1 - beta2**self.t)]
+
+    def update_single(
+        self, parameter: Tensor, gradient: Tensor, states: tuple[Tensor, ...], hyper: Tensor
+    ) -> list[tuple[Op, tuple[Tensor, ...]]]:
+        return [(ADAMW, (parameter, gradient, *states, hyper))]
+
+
+class Adam(AdamW):
+    """Adam (Kingma and Ba 2015). Weight decay is added to the gradient, unlike in AdamW.
+
+    >>> w = ag.param([1.0])
+    >>> opt = optim.Adam([w], lr=0.5)
+    >>> opt.t
+    0
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Mapping[str, Tensor],
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        epsilon: float = 1e-8,
+        weight_decay: float = 0.0,
+        accumulate_steps: int = 1,
+        average: bool = True,
+    ) -> None:
+        super().__init__(
+            params, lr, betas=betas, epsilon=epsilon, weight_decay=weight_decay, accumulate_steps=accumulate_steps,
+            average=average,
+        )  # fmt: skip
+
+    def hyper(self) -> list[float]:
+        values = super().hyper()
+        values[4] = 0.0
+        return values
+
+    def update_single(
+        self, parameter: Tensor, gradient: Tensor, states: tuple[Tensor, ...], hyper: Tensor
+    ) -> list[tuple[Op, tuple[Tensor, ...]]]:
+        if self.weight_decay:
+            gradient = add(gradient, affine(parameter, scale=self.weight_decay))
+        return super().update_single(parameter, gradient, states, hyper)

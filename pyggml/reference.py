@@ -1,0 +1,84 @@
+"""The `reference` device: every op's NumPy formula in float64, run over the same tape. Slow, and right: the oracle."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .device import Device
+from .dtypes import DType
+from .graph import Source
+from .plan import Program, Step
+
+
+class ReferenceStorage:
+    """A float64 (or integer) array."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+
+class ReferenceDevice(Device):
+    """NumPy in double precision."""
+
+    name = "reference"
+    double = True
+
+    def numpy_dtype(self, dtype: DType) -> np.dtype:
+        return np.dtype(np.float64) if dtype.is_float else dtype.numpy
+
+    def upload(self, array: np.ndarray, dtype: DType) -> ReferenceStorage:
+        return ReferenceStorage(array)
+
+    def download(self, source: Source) -> np.ndarray:
+        return source.storage.array.copy()
+
+    def write(self, source: Source, array: np.ndarray) -> None:
+        with self.lock:
+            source.storage.array[...] = array
+
+    def compile(self, program: Program) -> ReferencePlan:
+        return ReferencePlan(program, self)
+
+
+class ReferencePlan:
+    """A program as a list of NumPy calls; a value is dropped after its last use."""
+
+    def __init__(self, program: Program, device: ReferenceDevice) -> None:
+        self.program = program
+        self.device = device
+        self.uses = Counter(i for step in [*program.steps, *program.effects] for i in step.inputs)
+        self.uses.update(program.outputs)
+
+    def run(self, sources: Sequence[Source], given: Sequence[Source]) -> list[Any]:
+        program = self.program
+        values: dict[Step, np.ndarray] = {step: sources[index].storage.array for index, step in program.sources}
+        values.update((step, source.storage.array) for step, source in zip(program.given, given, strict=True))
+        left = self.uses.copy()
+        with np.errstate(all="ignore"):
+            for step in program.steps:
+                values[step] = self._compute(step, values)
+                for parent in step.inputs:
+                    left[parent] -= 1
+                    if not left[parent]:
+                        del values[parent]
+            outputs = [ReferenceStorage(np.array(values[step])) for step in program.outputs]
+            for step in program.effects:
+                changed = step.node.op.reference(*(values[i] for i in step.inputs), **dict(step.node.settings))
+                for index, value in zip(step.node.op.mutates, changed, strict=True):
+                    values[step.inputs[index]][...] = value
+        return outputs
+
+    def _compute(self, step: Step, values: dict[Step, np.ndarray]) -> np.ndarray:
+        node = step.node
+        result = np.asarray(node.op.reference(*(values[i] for i in step.inputs), **dict(node.settings)))
+        assert result.shape == node.shape, f"{node.op.name}: reference gives {result.shape}, shape rule {node.shape}"
+        return result.astype(self.device.numpy_dtype(node.dtype), copy=False)
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,385 @@
+"""The handle that people hold: a value that exists, or one that is recorded and computed when somebody looks.
+
+A Tensor points at a place: a frame and a node in it (`_at`). Once it has a value it also has a Source, and can be taken into
+any later frame as an input.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Union
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from . import graph
+from .device import Device, resolve_device
+from .dtypes import DType, as_array, as_dtype, float32, int32
+from .errors import DeviceError, DTypeError, GradError, PyggmlError, ShapeError
+from .graph import MAX_DIMS, NOWHERE, Frame, Node, Op, Source, find_node, make_node, state
+
+TensorLike = Union["Tensor", ArrayLike]
+
+_nodes = graph._nodes  # the table itself: record() runs for every op of every step
+
+
+class Tensor:
+    """A value on one device, of up to four dimensions: computed already, or recorded and computed when looked at.
+
+    Make one with ag.tensor or ag.param. Operators follow NumPy's rules and mean the ag operation of the same name.
+
+    >>> from pyggml import ag
+    >>> x = ag.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> (x @ x).numpy()
+    array([[ 7., 10.],
+           [15., 22.]], dtype=float32)
+    """
+
+    __slots__ = ("_at", "_source", "grad", "name", "__weakref__")
+
+    __array_priority__ = 1000  # NumPy's operators give way to ours
+    __array_ufunc__ = None
+
+    _at: tuple[Frame, Node]
+    _source: Source | None
+    grad: Tensor | None
+    name: str | None
+
+    def __init__(self) -> None:
+        raise TypeError("Tensor: make one with ag.tensor(data) or ag.param(data)")
+
+    # ---- what it is ----
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The size of each axis, as in NumPy."""
+        return self._at[1].shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self._at[1].shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def dtype(self) -> np.dtype:
+        """NumPy's name of the element type."""
+        return self.device.numpy_dtype(self._at[1].dtype)
+
+    @property
+    def device(self) -> Device:
+        """The device on which the value lives."""
+        if self._source is not None:
+            return self._source.device
+        return self._at[0].device
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether gradients flow into this tensor. Can be set on a leaf, which freezes or frees a parameter."""
+        return self._at[1].requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        source = self._source
+        if source is None or not self.is_leaf:
+            raise GradError("requires_grad: can be set on a parameter or a tensor made from data; use ag.detach here")
+        if value and not source.dtype.is_float:
+            raise DTypeError(f"requires_grad: needs a float tensor; got {source.dtype}")
+        source.requires_grad = bool(value)
+        self._take_place(source)
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether this tensor was made from data, not by an operation."""
+        return self._at[1].op is graph.SOURCE
+
+    # ---- its value ----
+
+    def numpy(self) -> np.ndarray:
+        """Return the value as a new NumPy array, computing it first if it is pending."""
+        source = self._materialized()
+        return source.device.download(source)
+
+    def item(self) -> float | int:
+        """Return the only element as a Python number.
+
+        Raises ShapeError if there is not exactly one.
+        """
+        if self.size != 1:
+            raise ShapeError(f"item: needs exactly one element; got shape {self.shape}; use .numpy()")
+        return self.numpy().item()
+
+    def tolist(self) -> Any:
+        """Return the value as nested lists of Python numbers."""
+        return self.numpy().tolist()
+
+    def detach(self) -> Tensor:
+        """Return the same value with no gradient behind it."""
+        return ops.detach(self)
+
+    def assign(self, value: TensorLike) -> None:
+        """Overwrite a leaf's value in place. Values pending on the old one can no longer be computed."""
+        source = self._source
+        if source is None or not self.is_leaf:
+            raise GradError("assign: only a parameter or a tensor made from data can be overwritten")
+        data = value.numpy() if isinstance(value, Tensor) else value
+        array = as_array(data, source.dtype, op="assign", double=source.device.double)
+        if array.shape != source.shape:
+            raise ShapeError(f"assign: needs the shape {source.shape}; got {array.shape}")
+        source.device.write(source, array)
+        source.version += 1
+        source.label_range = None
+        self._take_place(source)
+
+    def _materialized(self) -> Source:
+        if self._source is None:
+            frame, node = self._at
+            if frame.ended:
+                raise PyggmlError("this value was released before it was computed")  # a handle made by hand
+            evaluate(frame, self)
+            assert self._source is not None
+        return self._source
+
+    def _take_place(self, source: Source) -> None:
+        """Stand for a source that no frame has numbered yet."""
+        self._source = source
+        self._at = (NOWHERE, graph.source_node(0, source.shape, source.dtype, source.requires_grad))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len: a tensor without axes has no length")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        frame, node = self._at
+        head = "param" if self._source is not None and self._source.owner is not None else "tensor"
+        about = [f"shape={node.shape}", f"dtype={self.dtype}", f"device={self.device.name!r}"]
+        if node.requires_grad:
+            about.append("requires_grad=True")
+        if self._source is None:
+            return f"{head}(<pending {node.op.name}>, {', '.join(about)})"
+        if self.size <= 20:
+            values = np.array2string(self.numpy(), separator=", ", prefix=f"{head}(")
+            return f"{head}({values}, {', '.join(about[1:])})"
+        return f"{head}({', '.join(about)})"
+
+    # ---- operators ----
+
+    __hash__ = object.__hash__
+
+    def __add__(self, other: TensorLike) -> Tensor:
+        return ops.add(self, other)
+
+    def __radd__(self, other: TensorLike) -> Tensor:
+        return ops.add(other, self)
+
+    def __sub__(self, other: TensorLike) -> Tensor:
+        return ops.sub(self, other)
+
+    def __rsub__(self, other: TensorLike) -> Tensor:
+        return ops.sub(other, self)
+
+    def __mul__(self, other: TensorLike) -> Tensor:
+        return ops.mul(self, other)
+
+    def __rmul__(self, other: TensorLike) -> Tensor:
+        return ops.mul(other, self)
+
+    def __truediv__(self, other: TensorLike) -> Tensor:
+        return ops.div(self, other)
+
+    def __rtruediv__(self, other: TensorLike) -> Tensor:
+        return ops.div(other, self)
+
+    def __matmul__(self, other: TensorLike) -> Tensor:
+        return ops.matmul(self, other)
+
+    def __rmatmul__(self, other: TensorLike) -> Tensor:
+        return ops.matmul(other, self)
+
+    def __neg__(self) -> Tensor:
+        return ops.neg(self)
+
+    @property
+    def T(self) -> Tensor:
+        """The tensor with its axes reversed."""
+        return ops.transpose(self)
+
+    def reshape(self, *shape: int) -> Tensor:
+        """Return the same elements in another shape; one size may be -1."""
+        return ops.reshape(self, shape)
+
+    def sum(self, axis: int | tuple[int, ...] | None = None, *, keepdims: bool = False) -> Tensor:
+        """Return the sum over axes (all by default)."""
+        return ops.sum(self, axis=axis, keepdims=keepdims)
+
+    def mean(self, axis: int | tuple[int, ...] | None = None, *, keepdims: bool = False) -> Tensor:
+        """Return the mean over axes (all by default)."""
+        return ops.mean(self, axis=axis, keepdims=keepdims)
+
+
+class Parameter(Tensor):
+    """A tensor that is trained: gradients flow into it and optimizers change it in place."""
+
+    __slots__ = ()
+
+
+# ---- making tensors ----
+
+
+def _new(at: tuple[Frame, Node], source: Source | None, cls: type[Tensor] = Tensor) -> Tensor:
+    tensor = object.__new__(cls)
+    tensor._at = at
+    tensor._source = source
+    tensor.grad = None
+    tensor.name = None
+    return tensor
+
+
+def pending(node: Node, frame: Frame) -> Tensor:
+    """Return a handle for a recorded node: kept as an output of the next run for as long as somebody holds it."""
+    tensor = _new((frame, node), None)
+    frame.handles.append(weakref.ref(tensor))
+    return tensor
+
+
+def passing(node: Node, frame: Frame) -> Tensor:
+    """Return a handle that only passes a node on to another op: it does not ask for the value."""
+    return _new((frame, node), None)
+
+
+def from_source(source: Source, cls: type[Tensor] = Tensor) -> Tensor:
+    """Return a handle for a value that exists."""
+    tensor = _new((NOWHERE, graph.source_node(0, source.shape, source.dtype, source.requires_grad)), source, cls)
+    if source.requires_grad:
+        source.owner = weakref.ref(tensor)
+    return tensor
+
+
+def make_tensor(
+    data: TensorLike,
+    *,
+    dtype: object = None,
+    device: Device | str | None = None,
+    requires_grad: bool = False,
+    cls: type[Tensor] = Tensor,
+    op: str = "tensor",
+) -> Tensor:
+    """Copy data into a new leaf tensor."""
+    if isinstance(data, Tensor):
+        data = data.numpy()
+    where = resolve_device(device)
+    array = as_array(data, as_dtype(dtype) if dtype is not None else None, op=op, double=where.double)
+    if array.ndim > MAX_DIMS:
+        raise ShapeError(f"{op}: at most {MAX_DIMS} dimensions; got shape {array.shape}; merge some with reshape")
+    if array.size == 0:
+        raise ShapeError(f"{op}: needs at least one element; got shape {array.shape}")
+    kind = float32 if array.dtype.kind == "f" else int32
+    if requires_grad and kind is not float32:
+        raise DTypeError(f"{op}: gradients need floating point; got {array.dtype}; pass dtype='float32'")
+    source = Source(array.shape, kind, where, where.upload(array, kind), requires_grad)
+    return from_source(source, cls)
+
+
+# ---- recording ----
+
+
+def record(op: Op, *inputs: TensorLike, **settings: Any) -> Tensor:
+    """Record one operation on tensors and return the handle of its result. The shape rule runs at once.
+
+    All inputs must be on one device; a number or an array is taken as a float tensor there.
+    """
+    frame = state.frame
+    if frame.ended:
+        return _record_across(op, inputs, settings)
+    nodes = []
+    try:
+        for tensor in inputs:
+            at, node = tensor._at
+            if at is not frame:
+                return _record_across(op, inputs, settings)
+            nodes.append(node)
+    except AttributeError:  # a number or an array
+        return _record_across(op, inputs, settings)
+    key = (op, tuple(settings.items()), state.mode, *nodes)
+    node = _nodes.get(key) or make_node(key)
+    return pending(node, frame)
+
+
+def _record_across(op: Op, inputs: tuple[Any, ...], settings: dict[str, Any]) -> Tensor:
+    """Record an op of which an input is not in the frame used last: take all inputs into one frame first."""
+    like = next((value for value in inputs if isinstance(value, Tensor)), None)
+    tensors = tuple(as_tensor(value, like, op=op.name) for value in inputs)
+    frame = frame_for(tensors, op.name)
+    nodes = [node_in(tensor, frame) for tensor in tensors]
+    key = (op, tuple(settings.items()), state.mode, *nodes)
+    return pending(find_node(key), frame)
+
+
+def frame_for(tensors: tuple[Tensor, ...], op: str) -> Frame:
+    """Return this thread's open frame for the one device of the tensors, fresh if a source has changed under it."""
+    device = tensors[0].device
+    for tensor in tensors:
+        if tensor.device is not device:
+            names = ", ".join(t.device.name for t in tensors)
+            raise DeviceError(f"{op}: all inputs must live on one device; got {names}; move one with ag.tensor(x, device=...)")
+    frame = state.open_frame(device)
+    for tensor in tensors:
+        if tensor._source is not None and not frame.is_current(tensor._source):
+            return state.new_frame(device)
+    return frame
+
+
+def node_in(tensor: Tensor, frame: Frame) -> Node:
+    """Return the node that stands for a tensor in a frame, taking the tensor in if it is not there yet."""
+    at, node = tensor._at
+    if at is frame:
+        return node
+    if not at.ended and (tensor._source is None or (node.requires_grad and not tensor.is_leaf)):
+        return _graft(node, at, frame)  # recorded in another frame, and still wanted as a recipe
+    if tensor._source is None:
+        raise PyggmlError("this value was released before it was computed")
+    node = frame.bind(tensor._source)
+    tensor._at = (frame, node)
+    return node
+
+
+def _graft(root: Node, origin: Frame, frame: Frame) -> Node:
+    """Record a pending program once more on another frame's numbers, and return its last node."""
+    origin.check_current()
+    moved: dict[Node, Node] = {}
+    for node in graph_order([root]):
+        if node.op is graph.SOURCE:
+            moved[node] = frame.bind(origin.sources[graph.source_index(node)])
+        else:
+            moved[node] = find_node((node.op, node.settings, node.mode, *(moved[i] for i in node.inputs)))
+    return moved[root]
+
+
+def as_tensor(value: TensorLike, like: Tensor | None = None, *, op: str, dtype: DType | None = float32) -> Tensor:
+    """Return value as a Tensor: itself, or a number or array copied to the device of ``like``."""
+    if isinstance(value, Tensor):
+        return value
+    return make_tensor(value, dtype=dtype, device=like.device if like is not None else None, op=op)
+
+
+# At the end: both modules are built on Tensor and record.
+from . import ops  # noqa: E402
+from .plan import evaluate, graph_order  # noqa: E402

@@ -1,0 +1,43 @@
+"""What all tests share."""
+
+import os
+
+import pytest
+
+# In CI a skip fails the run, for a test that never runs looks like one that passes. A skip whose
+# reason stands here is wanted.
+ALLOWED_SKIPS: frozenset[str] = frozenset()
+
+_unwanted_skips: list[str] = []
+
+
+def _note_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if report.skipped and not hasattr(report, "wasxfail"):
+        reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
+        if reason.removeprefix("Skipped: ") not in ALLOWED_SKIPS:
+            _unwanted_skips.append(f"{report.nodeid}: {reason}")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Note a test that was skipped."""
+    _note_skip(report)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """Note a file that was skipped as a whole."""
+    _note_skip(report)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a run in CI that skipped what it should not."""
+    if os.environ.get("CI") and _unwanted_skips and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which skips failed the run."""
+    if os.environ.get("CI") and _unwanted_skips:
+        terminalreporter.section("skips that are not in ALLOWED_SKIPS (tests/conftest.py)")
+        for line in _unwanted_skips:
+            terminalreporter.line(line)

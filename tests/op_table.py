@@ -1,0 +1,120 @@
+"""The op table: one row for each op and each way of using it that runs other code. test_ops.py runs every row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pyggml import ag
+from pyggml.ops import sum_to
+
+Domain = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+
+
+def normal(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return generator.standard_normal(shape)
+
+
+def apart_from_zero(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Both signs, at least 0.2 from the kink or pole at 0."""
+    return generator.choice([-1.0, 1.0], shape) * generator.uniform(0.2, 2.0, shape)
+
+
+def positive(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return generator.uniform(0.2, 2.0, shape)
+
+
+def labels(classes: int) -> Domain:
+    return lambda generator, shape: generator.integers(0, classes, shape)
+
+
+@dataclass
+class Row:
+    """One op at work: fn on inputs of these shapes, drawn from these domains (the last one repeats)."""
+
+    name: str
+    fn: Callable[..., Any]
+    shapes: Sequence[tuple[int, ...]]
+    domains: Sequence[Domain] = field(default=(normal,))
+    order: int = 2  # how many times it can be differentiated
+    tolerance: float = 1e-5  # device against reference, relative to the largest value
+
+    def inputs(self, seed: int) -> list[np.ndarray]:
+        generator = np.random.default_rng(seed)
+        domains = [*self.domains, *[self.domains[-1]] * (len(self.shapes) - len(self.domains))]
+        return [domain(generator, shape) for domain, shape in zip(domains, self.shapes, strict=True)]
+
+
+ROWS = [
+    # elementwise
+    Row("full", lambda x: x * ag.full((2, 1), 3.0, device=x.device), [(2, 3)]),
+    Row("add", ag.add, [(3, 4), (3, 4)]),
+    Row("add right broadcast", ag.add, [(3, 4), (1, 4)]),
+    Row("add left broadcast", ag.add, [(4,), (2, 3, 4)]),
+    Row("add both broadcast", ag.add, [(3, 1), (1, 4)]),
+    Row("add scalar", lambda x: 2.0 + x + 1, [(3, 4)]),
+    Row("sub", ag.sub, [(2, 3), (2, 3)]),
+    Row("sub left broadcast", ag.sub, [(3,), (2, 3)]),
+    Row("sub scalar", lambda x: 1.0 - (x - 2.0), [(3, 4)]),
+    Row("mul", ag.mul, [(2, 1, 4, 8), (2, 1, 4, 1)]),
+    Row("mul by itself", lambda x: x * x, [(3, 4)]),
+    Row("div", ag.div, [(2, 3), (2, 3)], [normal, apart_from_zero]),
+    Row("div both broadcast", ag.div, [(2, 1), (3,)], [normal, apart_from_zero]),
+    Row("div scalar", lambda x: x / 4.0, [(2, 3)]),
+    Row("div into scalar", lambda x: 2.0 / x, [(2, 3)], [apart_from_zero]),
+    Row("affine", lambda x: ag.affine(x, scale=-2.0, shift=0.5), [(5,)]),
+    Row("neg", lambda x: -x, [()]),
+    Row("relu", ag.relu, [(3, 5)], [apart_from_zero]),
+    Row("step", ag.step, [(3, 5)], [apart_from_zero], order=1),
+    Row("detach", lambda x: ag.detach(x * 0.0) + x, [(3,)]),  # elsewhere: no gradient comes through
+    # shape
+    Row("reshape", lambda x: ag.reshape(x, (3, -1)) * 2.0, [(2, 3, 2)]),
+    Row("reshape of a transpose", lambda x: ag.reshape(x.T, (6,)), [(2, 3)]),
+    Row("permute", lambda x: ag.permute(x, (2, 0, 1)) * 1.0, [(2, 3, 4)]),
+    Row("permute 4-D", lambda x: ag.permute(x, (0, 2, 1, 3)), [(2, 3, 4, 2)]),
+    Row("transpose of a transpose", lambda x: ag.transpose(ag.transpose(x, 0, 2), 0, 1), [(2, 3, 4)]),
+    Row("broadcast_to", lambda x: ag.broadcast_to(x, (2, 3, 4)), [(3, 1)]),
+    # reductions
+    Row("sum", ag.sum, [(3, 4)]),
+    Row("sum first axis", lambda x: ag.sum(x, axis=0), [(3, 4)]),
+    Row("sum last axis", lambda x: ag.sum(x, axis=-1, keepdims=True), [(2, 3, 4)]),
+    Row("sum middle axis", lambda x: ag.sum(x, axis=1), [(2, 3, 4)]),
+    Row("sum two axes", lambda x: ag.sum(x, axis=(0, 2)), [(2, 3, 4, 2)]),
+    Row("mean", ag.mean, [(3, 4)]),
+    Row("mean axis", lambda x: ag.mean(x, axis=(0, -1), keepdims=True), [(2, 3, 4)]),
+    Row("sum_to", lambda x: sum_to(x, (3, 1)), [(2, 3, 4)]),
+    # linear algebra
+    Row("matmul", ag.matmul, [(3, 4), (4, 5)]),
+    Row("matmul of a row", ag.matmul, [(1, 4), (4, 1)]),
+    Row("matmul of transposes", lambda a, b: ag.matmul(a.T, b.T), [(4, 3), (5, 4)]),
+    Row("matmul with a transposed weight", lambda x, w: x @ w.T, [(2, 3, 4), (5, 4)]),
+    Row("matmul batched", ag.matmul, [(2, 3, 4), (2, 4, 2)]),
+    Row("matmul 4-D", lambda a, b: a @ ag.transpose(b, -1, -2), [(2, 2, 3, 4), (2, 2, 5, 4)]),
+    Row("matmul left batch broadcast", ag.matmul, [(3, 4), (2, 4, 2)]),
+    Row("matmul both batches broadcast", ag.matmul, [(2, 1, 3, 4), (3, 4, 2)]),
+    Row("matmul of strided operands", lambda a, b: ag.permute(a, (1, 0, 2)) @ ag.permute(b, (1, 2, 0)), [(3, 2, 4), (5, 2, 4)]),
+    Row("matmul of vectors", ag.matmul, [(4,), (4,)]),
+    Row("matmul vector left", ag.matmul, [(4,), (2, 4, 3)]),
+    Row("matmul vector right", ag.matmul, [(2, 3, 4), (4,)]),
+    # losses
+    Row("mse_loss", ag.mse_loss, [(3, 4), (3, 4)]),
+    Row("mse_loss none", lambda a, b: ag.mse_loss(a, b, reduction="none"), [(3,), (3,)]),
+    Row("softmax_cross_entropy", ag.softmax_cross_entropy, [(4, 5), (4,)], [normal, labels(5)], order=1),
+    Row(
+        "softmax_cross_entropy smooth",
+        lambda x, y: ag.softmax_cross_entropy(x, y, label_smoothing=0.1, reduction="sum"),
+        [(2, 3, 5), (2, 3)],
+        [normal, labels(5)],
+        order=1,
+    ),
+    Row(
+        "softmax_cross_entropy ignoring",
+        lambda x, y: ag.softmax_cross_entropy(x, y, ignore_index=2),
+        [(6, 3), (6,)],
+        [normal, labels(3)],
+        order=1,
+    ),
+]  # fmt: skip
