@@ -38,7 +38,7 @@ $(VENV)/examples $(VENV)/test $(VENV)/dev $(VENV)/bench: $(VENV)/%: $(INPUTS) | 
 demo: $(VENV)/examples
 	@echo "make: running examples/digits.py"
 	@$(RUN) examples/digits.py
-	@echo "make: done; see results/ for what it wrote"
+	@echo "make: done; the results are in results/digits"
 
 test: $(VENV)/test
 	@echo "make: running the tests"

@@ -65,7 +65,7 @@ def say(text: str) -> None:
 OPTION_HELP = {
     "vulkan": "auto: the Vulkan backend is built where its tools are present (default); on; off",
     "cpu": "native: code for this CPU only (default); portable: ggml picks its code at run time",
-    "cmake-args": 'more arguments for ggml\'s CMake, such as "-DGGML_RPC=ON"',
+    "cmake-args": 'more arguments for ggml\'s CMake: --cmake-args="-DGGML_RPC=ON"',
     "vulkan-include": "folder of vulkan/vulkan_core.h, where the system's headers are too old",
     "verbose": "1: show what CMake and the compilers print",
 }
@@ -147,7 +147,10 @@ def cached(kind: str, key: str, make: Callable[[Path], None]) -> Path:
     """Return the cache's folder for this key; where there is none, let `make` fill it first."""
     place = cache_folder() / kind / key
     if not place.is_dir():
-        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BuildError(f"the cache cannot be written: {error}; set PYGGML_CACHE") from None
         with tempfile.TemporaryDirectory(prefix=f".{key}-", dir=place.parent) as beside:
             made = Path(beside) / "made"
             made.mkdir()
@@ -439,7 +442,7 @@ def prepare_metadata_for_build_wheel(directory, config_settings=None):
 
 def download(folder: Path) -> Path:
     """Download the source package as this user's pip is set up: index, proxy, certificates."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:"]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", SDIST_NAME]
     command += ["--quiet", "--disable-pip-version-check", "--dest", str(folder)]
     command += [f"{SDIST_NAME}=={SDIST_VERSION}"]
     backend = folder / "stand-in" / "scikit_build_core"
@@ -748,6 +751,7 @@ def build(options: Options) -> None:
     if all(path.is_file() for path in there) and stamp.read_text() == state:
         say("up to date")
         return
+    stamp.unlink(missing_ok=True)  # until all files are of this build
     install(folder, files)
     install(PACKAGE, [module / MODULE_FILE])
     for path in folder.iterdir():  # of an earlier build; ".name" is another build's, half written
@@ -852,7 +856,8 @@ def main() -> None:
         "CXXFLAGS, LDFLAGS: as usual. `pip install . -C vulkan=off` takes the same options.",
     )
     for name, text in OPTION_HELP.items():
-        parser.add_argument(f"--{name}", help=f"{text} [{environment_name(name)}]")
+        bare: dict[str, Any] = {"nargs": "?", "const": "1"} if name == "verbose" else {}
+        parser.add_argument(f"--{name}", help=f"{text} [{environment_name(name)}]", **bare)
     given = {name.replace("_", "-"): value for name, value in vars(parser.parse_args()).items()}
     try:
         build(read_options({k: v for k, v in given.items() if v is not None}, os.environ))

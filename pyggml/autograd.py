@@ -93,8 +93,10 @@ class grad_tape(_Recording):
 
     def __enter__(self) -> _Recording:
         if not any(taped for _, taped in state.blocks):
+            # Number sources from 0 again, so that a step like the last one has equal nodes; but what is pending from just
+            # before the tape, such as a batch being scaled, is to run in one graph with it.
             for device, frame in list(state.frames.items()):
-                if frame.tape_closed:  # number sources from 0 again, so that a step like the last one has equal nodes
+                if frame.tape_closed or not frame.is_pending():
                     state.new_frame(device)
         return super().__enter__()
 
@@ -124,8 +126,8 @@ def is_recording() -> bool:
 
 # ---- the reverse walk ------------------------------------------------------------------------------------------------------
 
-_gradients = graph.derived_cache()  # (target, seed, wanted nodes, mode) -> gradient nodes
-_leaves = graph.derived_cache()  # target -> the leaves that collect gradients
+_gradients = graph.DerivedCache()  # (target, seed, wanted nodes, mode) -> gradient nodes
+_leaves = graph.DerivedCache()  # target -> the leaves that collect gradients
 
 
 def _gradient_nodes(target: Node, seed: Node, wanted: tuple[Node, ...], frame: Frame) -> tuple[Node | None, ...]:

@@ -6,6 +6,7 @@ import atexit
 import os
 import threading
 from collections import OrderedDict
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,9 +19,6 @@ from .graph import Source, state
 if TYPE_CHECKING:
     from .plan import Plan, Program
 
-MAX_PLANS = 64
-"""How many plans a device keeps; the least recently used one goes first."""
-
 ALIGNMENT = 64  # bytes: one cache line, one AVX-512 register
 
 
@@ -29,6 +27,7 @@ class Device:
 
     name: str
     double = False  # whether floats are float64
+    max_plans = 64  # how many plans are kept; the least recently used one goes first
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # one program at a time
@@ -62,7 +61,7 @@ class Device:
         plan = self.plans.get(key)
         if plan is None:
             plan = self.plans[key] = self.compile(make())
-            while len(self.plans) > MAX_PLANS:
+            while len(self.plans) > self.max_plans:
                 self.plans.popitem(last=False)[1].close()
         else:
             self.plans.move_to_end(key)
@@ -87,7 +86,7 @@ class HostStorage:
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Return an uninitialised array that starts on a cache line if it is large enough for that to matter."""
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    nbytes = prod(shape) * dtype.itemsize
     if nbytes < 4096:
         return np.empty(shape, dtype)
     try:

@@ -54,7 +54,7 @@ def as_array(value: object, dtype: DType | None = None, *, op: str = "tensor", d
     an object raises DTypeError: nothing is ever reinterpreted.
     """
     try:
-        array = np.asarray(value)
+        array = value if isinstance(value, np.ndarray) else np.asarray(value)
     except ValueError as error:  # ragged nested lists
         raise DTypeError(f"{op}: needs a rectangular array of numbers; {error}") from None
     kind = array.dtype.kind
@@ -66,7 +66,7 @@ def as_array(value: object, dtype: DType | None = None, *, op: str = "tensor", d
         return np.array(array, dtype=np.float64 if double else dtype.numpy, order="C", copy=True)
     if kind == "f":
         raise DTypeError(f"{op}: needs integers; got {array.dtype}; use .astype(np.int32) if they are whole")
-    if kind in "iu" and array.dtype.itemsize >= 4 and array.size:
+    if array.dtype != dtype.numpy and array.dtype.itemsize >= 4 and array.size:  # could be too large
         low, high = array.min(), array.max()
         if low < _INT32.min or high > _INT32.max:
             raise DTypeError(f"{op}: integers must fit in int32; got values from {low} to {high}")

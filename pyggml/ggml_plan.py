@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._ffi import ffi, lib
 from .errors import DeviceMemoryError
-from .graph import SOURCE, Source
+from .graph import Source
 from .lowering import GgmlTensor, Lowering
 from .plan import Program, Step
 
@@ -71,13 +71,15 @@ class GgmlPlan:
             lower(step)
         self.output_specs = [(step.node.shape, step.node.dtype) for step in program.outputs]
         self.output_tensors: list[GgmlTensor] = []
+        taken: set[GgmlTensor] = set()
         for step in program.outputs:
             if lib.ggml_used_mem(self.context) > full:
                 raise _TooSmall
             tensor = made[step]
-            # An output needs memory of its own: views and given values are copied.
-            if tensor.view_src != ffi.NULL or step.node.op is SOURCE or tensor in self.output_tensors:
+            # An output needs memory of its own: views, inputs, and what is an output already are copied.
+            if tensor.view_src != ffi.NULL or tensor.op == lib.GGML_OP_NONE or tensor in taken:
                 tensor = b.add(lib.ggml_cont(self.context, tensor))
+            taken.add(tensor)
             self.output_tensors.append(tensor)
         for step in program.effects:
             lower(step)

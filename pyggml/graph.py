@@ -13,8 +13,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -102,22 +101,26 @@ class Node:
 
 _order = itertools.count()
 _nodes: dict[tuple, Node] = {}
-_derived: list[dict] = []
 MAX_NODES = 1 << 18
 """Bound on the table of nodes; when it is full, the table and all that is derived from it start anew."""
 
 
-def derived_cache() -> dict:
-    """Return a new dictionary that is emptied together with the table of nodes."""
-    cache: dict = {}
-    _derived.append(cache)
-    return cache
+class DerivedCache(dict):
+    """A dictionary that is emptied together with the table of nodes."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        _derived.add(self)
+
+
+_derived: weakref.WeakSet[DerivedCache] = weakref.WeakSet()
 
 
 def clear_nodes() -> None:
     """Forget all recorded structure. Tensors stay valid; the next step is planned anew."""
     _nodes.clear()
-    for cache in _derived:
+    for cache in list(_derived):
         cache.clear()
 
 
@@ -165,7 +168,7 @@ def source_index(node: Node) -> int:
 class Source:
     """A value that exists: a parameter, a batch, or a result. Its storage belongs to one device."""
 
-    __slots__ = ("shape", "dtype", "device", "storage", "version", "requires_grad", "owner", "label_range")
+    __slots__ = ("shape", "dtype", "device", "storage", "version", "requires_grad", "owner", "label_range", "node")
 
     def __init__(self, shape: Shape, dtype: DType, device: Device, storage: Any, requires_grad: bool = False) -> None:
         self.shape = shape
@@ -176,6 +179,7 @@ class Source:
         self.requires_grad = requires_grad
         self.owner: weakref.ref[Tensor] | None = None  # the leaf tensor that collects .grad
         self.label_range: tuple[int, int] | None = None  # smallest and largest integer, once somebody asked
+        self.node: Node | None = None  # the leaf node that stood for it last
 
 
 class Frame:
@@ -197,23 +201,31 @@ class Frame:
         self.segments = 0
 
     def bind(self, source: Source) -> Node:
-        """Return the leaf node of a source, numbering it if it is new."""
+        """Return the leaf node of a source, numbering it if it is new; raise StaleError if it has changed since."""
         node = self.nodes.get(source)
-        if node is None:
-            index = len(self.sources)
-            node = source_node(index, source.shape, source.dtype, source.requires_grad)
-            self.sources.append(source)
-            self.versions.append(source.version)
-            self.nodes[source] = node
+        if node is not None:
+            if not self.is_current(source):
+                raise StaleError("a parameter has changed since this frame was opened")
+            return node
+        index = len(self.sources)
+        node = source.node  # a step like the last one gives it the same number
+        if node is None or source_index(node) != index or node.requires_grad != source.requires_grad:
+            node = source.node = source_node(index, source.shape, source.dtype, source.requires_grad)
+        self.sources.append(source)
+        self.versions.append(source.version)
+        self.nodes[source] = node
         return node
 
     def is_current(self, source: Source) -> bool:
-        """Tell whether the source still has the value (and the need for a gradient) that it was bound with."""
+        """Tell whether a source still has the value, and the need for a gradient, that it was bound with, if it was."""
         node = self.nodes.get(source)
         return node is None or (
-            self.versions[source_index(node)] == source.version
-            and node.requires_grad == source.requires_grad
+            self.versions[source_index(node)] == source.version and node.requires_grad == source.requires_grad
         )
+
+    def is_pending(self) -> bool:
+        """Tell whether somebody holds a value that has not been computed."""
+        return any((tensor := reference()) is not None and tensor._source is None for reference in self.handles)
 
     def check_current(self) -> None:
         """Raise StaleError if a source has changed since it was bound."""
@@ -261,18 +273,26 @@ class State(threading.local):
         frame = self.frame = self.frames[device] = Frame(device)
         return frame
 
-    @contextmanager
-    def inside(self, frame: Frame, mode: Mode) -> Iterator[None]:
+    def inside(self, frame: Frame, mode: Mode) -> _Inside:
         """Record into a given frame, in a given mode, for the length of a with block."""
-        before = self.frames.get(frame.device), self.frame, self.mode
-        self.frames[frame.device] = self.frame = frame
-        self.mode = mode
-        try:
-            yield
-        finally:
-            outer, self.frame, self.mode = before
-            if outer is not None:
-                self.frames[frame.device] = outer
+        return _Inside(self, frame, mode)
+
+
+class _Inside:
+    __slots__ = ("state", "frame", "mode", "before")
+
+    def __init__(self, state: State, frame: Frame, mode: Mode) -> None:
+        self.state, self.frame, self.mode = state, frame, mode
+
+    def __enter__(self) -> None:
+        state, frame = self.state, self.frame
+        self.before = state.frames.get(frame.device, frame), state.frame, state.mode
+        state.frames[frame.device] = state.frame = frame
+        state.mode = self.mode
+
+    def __exit__(self, *error: object) -> None:
+        state = self.state
+        state.frames[self.frame.device], state.frame, state.mode = self.before
 
 
 state = State()

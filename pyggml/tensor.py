@@ -6,8 +6,9 @@ any later frame as an input.
 
 from __future__ import annotations
 
-import weakref
+from math import prod
 from typing import Any, Union
+from weakref import ref
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -15,8 +16,8 @@ from numpy.typing import ArrayLike
 from . import graph
 from .device import Device, resolve_device
 from .dtypes import DType, as_array, as_dtype, float32, int32
-from .errors import DeviceError, DTypeError, GradError, PyggmlError, ShapeError
-from .graph import MAX_DIMS, NOWHERE, Frame, Node, Op, Source, find_node, make_node, state
+from .errors import DeviceError, DTypeError, GradError, PyggmlError, ShapeError, StaleError
+from .graph import MAX_DIMS, NOWHERE, SOURCE, Frame, Node, Op, Source, find_node, make_node, state
 
 TensorLike = Union["Tensor", ArrayLike]
 
@@ -63,7 +64,7 @@ class Tensor:
     @property
     def size(self) -> int:
         """The number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return prod(self._at[1].shape)
 
     @property
     def dtype(self) -> np.dtype:
@@ -95,13 +96,13 @@ class Tensor:
     @property
     def is_leaf(self) -> bool:
         """Whether this tensor was made from data, not by an operation."""
-        return self._at[1].op is graph.SOURCE
+        return self._at[1].op is SOURCE
 
     # ---- its value ----
 
     def numpy(self) -> np.ndarray:
         """Return the value as a new NumPy array, computing it first if it is pending."""
-        source = self._materialized()
+        source = self._source or self._materialized()
         return source.device.download(source)
 
     def item(self) -> float | int:
@@ -256,7 +257,7 @@ def _new(at: tuple[Frame, Node], source: Source | None, cls: type[Tensor] = Tens
 def pending(node: Node, frame: Frame) -> Tensor:
     """Return a handle for a recorded node: kept as an output of the next run for as long as somebody holds it."""
     tensor = _new((frame, node), None)
-    frame.handles.append(weakref.ref(tensor))
+    frame.handles.append(ref(tensor))
     return tensor
 
 
@@ -269,7 +270,7 @@ def from_source(source: Source, cls: type[Tensor] = Tensor) -> Tensor:
     """Return a handle for a value that exists."""
     tensor = _new((NOWHERE, graph.source_node(0, source.shape, source.dtype, source.requires_grad)), source, cls)
     if source.requires_grad:
-        source.owner = weakref.ref(tensor)
+        source.owner = ref(tensor)
     return tensor
 
 
@@ -312,11 +313,15 @@ def record(op: Op, *inputs: TensorLike, **settings: Any) -> Tensor:
     nodes = []
     try:
         for tensor in inputs:
-            at, node = tensor._at
+            at, node = tensor._at  # type: ignore[union-attr]
             if at is not frame:
-                return _record_across(op, inputs, settings)
+                source = tensor._source  # type: ignore[union-attr]
+                if source is None or source.device is not frame.device or node.op is not SOURCE:
+                    return _record_across(op, inputs, settings)
+                node = frame.bind(source)
+                tensor._at = (frame, node)  # type: ignore[union-attr]
             nodes.append(node)
-    except AttributeError:  # a number or an array
+    except (AttributeError, StaleError):  # a number or an array; a source that was bound with an older value
         return _record_across(op, inputs, settings)
     key = (op, tuple(settings.items()), state.mode, *nodes)
     node = _nodes.get(key) or make_node(key)
@@ -328,8 +333,7 @@ def _record_across(op: Op, inputs: tuple[Any, ...], settings: dict[str, Any]) ->
     like = next((value for value in inputs if isinstance(value, Tensor)), None)
     tensors = tuple(as_tensor(value, like, op=op.name) for value in inputs)
     frame = frame_for(tensors, op.name)
-    nodes = [node_in(tensor, frame) for tensor in tensors]
-    key = (op, tuple(settings.items()), state.mode, *nodes)
+    key = (op, tuple(settings.items()), state.mode, *[node_in(tensor, frame) for tensor in tensors])
     return pending(find_node(key), frame)
 
 
@@ -339,10 +343,13 @@ def frame_for(tensors: tuple[Tensor, ...], op: str) -> Frame:
     for tensor in tensors:
         if tensor.device is not device:
             names = ", ".join(t.device.name for t in tensors)
-            raise DeviceError(f"{op}: all inputs must live on one device; got {names}; move one with ag.tensor(x, device=...)")
+            raise DeviceError(
+                f"{op}: all inputs must live on one device; got {names}; move one with ag.tensor(x, device=...)"
+            )
     frame = state.open_frame(device)
     for tensor in tensors:
-        if tensor._source is not None and not frame.is_current(tensor._source):
+        source = tensor._source
+        if source is not None and not frame.is_current(source):
             return state.new_frame(device)
     return frame
 
@@ -352,11 +359,12 @@ def node_in(tensor: Tensor, frame: Frame) -> Node:
     at, node = tensor._at
     if at is frame:
         return node
-    if not at.ended and (tensor._source is None or (node.requires_grad and not tensor.is_leaf)):
+    source = tensor._source
+    if not at.ended and (source is None or (node.requires_grad and not tensor.is_leaf)):
         return _graft(node, at, frame)  # recorded in another frame, and still wanted as a recipe
-    if tensor._source is None:
+    if source is None:
         raise PyggmlError("this value was released before it was computed")
-    node = frame.bind(tensor._source)
+    node = frame.bind(source)
     tensor._at = (frame, node)
     return node
 
@@ -366,7 +374,7 @@ def _graft(root: Node, origin: Frame, frame: Frame) -> Node:
     origin.check_current()
     moved: dict[Node, Node] = {}
     for node in graph_order([root]):
-        if node.op is graph.SOURCE:
+        if node.op is SOURCE:
             moved[node] = frame.bind(origin.sources[graph.source_index(node)])
         else:
             moved[node] = find_node((node.op, node.settings, node.mode, *(moved[i] for i in node.inputs)))

@@ -1,6 +1,7 @@
 """What must hold of pyggml._ffi: all of ggml can be called; its log and signals reach Python."""
 
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import build_ggml
+import pyggml.__main__
 import pyggml._ffi as native
 from pyggml._ffi import ffi, lib
 from pyggml._version import __version__
@@ -125,6 +127,53 @@ def test_a_process_that_logs_while_it_ends_ends_well():
     )
     done = run_python(code, cwd=ROOT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """Copy the package's import point without anything that was built; return its folder."""
+    folder = tmp_path / "pyggml" / "_ffi"
+    (folder / "lib").mkdir(parents=True)
+    (tmp_path / "pyggml" / "__init__.py").touch()
+    shutil.copy(ROOT / "pyggml" / "_version.py", folder.parent)
+    shutil.copy(ROOT / "pyggml" / "_ffi" / "__init__.py", folder)
+    return folder
+
+
+def import_error_of(copy: Path, *options: str) -> str:
+    command = [sys.executable, *options, "-c", "import pyggml._ffi"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=copy.parent.parent)
+    return done.stderr.splitlines()[-1]
+
+
+def test_a_missing_module_says_how_to_build_it(copy):
+    assert "build it with `python build_ggml.py`" in import_error_of(copy)
+
+
+def test_a_missing_library_says_how_to_rebuild(copy):
+    shutil.copy(native.__file__.replace("__init__.py", build_ggml.MODULE_FILE), copy)
+    assert "libggml" in import_error_of(copy)
+    assert "To rebuild it: `python build_ggml.py`" in import_error_of(copy)
+
+
+def test_a_missing_dependency_says_how_to_install_it(copy):
+    assert "pip install scipy-openblas32" in import_error_of(copy, "-S")
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").is_file(), reason="only Linux lists the CPU's flags")
+def test_native_code_for_another_cpu_is_refused(copy):
+    (copy / "lib" / "cpu_flags.txt").write_text("avx9000 sse2")
+    error = import_error_of(copy)
+    assert "built for another CPU: this one lacks avx9000" in error
+    assert "PYGGML_CPU=portable" in error
+
+
+def test_the_report_for_bugs_tells_the_versions_and_the_devices():
+    printed = dict(pyggml.__main__.report())
+    assert printed["pyggml"] == __version__
+    assert build_ggml.GGML_VERSION in printed["ggml"]
+    assert printed["BLAS"].startswith("OpenBLAS")
+    assert printed["device 0"]
 
 
 def test_another_version_of_the_package_is_refused():

@@ -27,8 +27,11 @@ def _check_cpu() -> None:
     recorded = _FOLDER / "lib" / "cpu_flags.txt"  # only native builds on Linux have it
     if not recorded.is_file():
         return
-    with open("/proc/cpuinfo") as file:
-        text = file.read(16384)  # the first CPU is enough
+    try:
+        with open("/proc/cpuinfo") as file:
+            text = file.read(16384)  # the first CPU is enough
+    except OSError:
+        return
     here = re.search(r"^(?:flags|Features|features)\s*:(.*)$", text, re.MULTILINE)
     lacking = set(recorded.read_text().split()) - set(here.group(1).split() if here else [])
     if here and lacking:
@@ -66,11 +69,15 @@ _load_openblas()
 _cpu_variant = _load_cpu_variant()
 try:
     from pyggml._ffi._ggml import ffi, lib
-except ModuleNotFoundError:
-    raise ImportError(
-        "pyggml's compiled module is missing. In a source tree, build it with "
-        "`python build_ggml.py`; elsewhere install the package with `pip install .`"
-    ) from None
+except ImportError as error:
+    if error.name == "_cffi_backend":
+        raise ImportError("pyggml needs the package cffi: pip install cffi") from error
+    if isinstance(error, ModuleNotFoundError):
+        raise ImportError(
+            "pyggml's compiled module is missing. In a source tree, build it with "
+            "`python build_ggml.py`; elsewhere install the package with `pip install .`"
+        ) from error
+    raise ImportError(f"pyggml's compiled module cannot be loaded: {error}. {_REBUILD}") from error
 
 
 def _check_versions() -> None:

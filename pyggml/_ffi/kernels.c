@@ -204,6 +204,96 @@ struct ggml_tensor * pg_cross_entropy_back(
     return node;
 }
 
+/* ---- relu, backward ------------------------------------------------------------------------------------------------------ */
+
+enum { CACHE_LINE = 16 }; /* in floats */
+
+static void run_relu_back(struct ggml_tensor * dst, int ith, int nth, void * unused) {
+    (void) unused;
+    const float * g = dst->src[0]->data, * x = dst->src[1]->data;
+    float * y = dst->data;
+    int64_t begin, end;
+    share_of_work(ggml_nelements(dst), CACHE_LINE, ith, nth, &begin, &end);
+    for (int64_t i = begin; i < end; i++) {
+        y[i] = x[i] > 0.0f ? g[i] : 0.0f;
+    }
+}
+
+struct ggml_tensor * pg_relu_back(struct ggml_context * ctx, struct ggml_tensor * grad, struct ggml_tensor * x) {
+    struct ggml_tensor * args[] = {grad, x};
+    return ggml_custom_4d(
+        ctx, GGML_TYPE_F32, x->ne[0], x->ne[1], x->ne[2], x->ne[3], args, 2, run_relu_back, GGML_N_TASKS_MAX, NULL);
+}
+
+/* ---- sum over a middle axis ---------------------------------------------------------------------------------------------- */
+
+enum { SUM_COLUMNS = 256, SUM_BLOCK = 32 };
+
+/* Rows are added in blocks, and the blocks' sums to the total: the rounding error grows with the number of blocks, not rows. */
+static void run_sum_middle(struct ggml_tensor * dst, int ith, int nth, void * unused) {
+    (void) unused;
+    const int64_t inner = dst->ne[0], outer = dst->ne[1];
+    const int64_t middle = ggml_nelements(dst->src[0]) / (inner * outer);
+    const int64_t strips = (inner + SUM_COLUMNS - 1) / SUM_COLUMNS;
+    /* few strips: give each worker narrower ones, in whole cache lines */
+    const int64_t narrow = (inner / nth + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
+    const int64_t width = outer * strips >= nth ? SUM_COLUMNS : MIN(MAX(narrow, CACHE_LINE), SUM_COLUMNS);
+    const int64_t per_row = (inner + width - 1) / width;
+    int64_t begin, end;
+    share_of_work(outer * per_row, 1, ith, nth, &begin, &end);
+    for (int64_t item = begin; item < end; item++) {
+        const int64_t o = item / per_row, column = item % per_row * width, n = MIN(width, inner - column);
+        const float * x = (const float *) dst->src[0]->data + o * middle * inner + column;
+        float * total = (float *) dst->data + o * inner + column;
+        memset(total, 0, n * sizeof(float));
+        for (int64_t row = 0; row < middle; row += SUM_BLOCK) {
+            float part[SUM_COLUMNS] = {0};
+            const int64_t last = MIN(row + SUM_BLOCK, middle);
+            for (int64_t r = row; r < last; r++) {
+                for (int64_t j = 0; j < n; j++) {
+                    part[j] += x[r * inner + j];
+                }
+            }
+            for (int64_t j = 0; j < n; j++) {
+                total[j] += part[j];
+            }
+        }
+    }
+}
+
+struct ggml_tensor * pg_sum_middle(
+    struct ggml_context * ctx, struct ggml_tensor * x, int64_t outer, int64_t middle, int64_t inner) {
+    (void) middle;
+    struct ggml_tensor * args[] = {x};
+    return ggml_custom_4d(ctx, GGML_TYPE_F32, inner, outer, 1, 1, args, 1, run_sum_middle, GGML_N_TASKS_MAX, NULL);
+}
+
+/* ---- AdamW --------------------------------------------------------------------------------------------------------------- */
+
+static void run_adamw(struct ggml_tensor * dst, int ith, int nth, void * unused) {
+    (void) unused;
+    float * restrict w = dst->src[0]->data, * restrict m = dst->src[2]->data, * restrict v = dst->src[3]->data;
+    const float * restrict g = dst->src[1]->data, * hyper = dst->src[4]->data;
+    const float lr = hyper[0], beta1 = hyper[1], beta2 = hyper[2], epsilon = hyper[3];
+    const float keep = 1.0f - lr * hyper[4], scale1 = hyper[5], scale2 = hyper[6];
+    int64_t begin, end;
+    share_of_work(ggml_nelements(dst->src[0]), CACHE_LINE, ith, nth, &begin, &end);
+    for (int64_t i = begin; i < end; i++) {
+        const float mi = m[i] * beta1 + g[i] * (1.0f - beta1);
+        const float vi = v[i] * beta2 + g[i] * g[i] * (1.0f - beta2);
+        m[i] = mi;
+        v[i] = vi;
+        w[i] = w[i] * keep - lr * (mi * scale1) / (sqrtf(vi * scale2) + epsilon);
+    }
+}
+
+struct ggml_tensor * pg_adamw(
+    struct ggml_context * ctx, struct ggml_tensor * parameter, struct ggml_tensor * grad, struct ggml_tensor * m,
+    struct ggml_tensor * v, struct ggml_tensor * hyper) {
+    struct ggml_tensor * args[] = {parameter, grad, m, v, hyper};
+    return ggml_custom_4d(ctx, GGML_TYPE_F32, 1, 1, 1, 1, args, 5, run_adamw, GGML_N_TASKS_MAX, NULL);
+}
+
 /* ---- helpers of the Python side ------------------------------------------------------------------------------------------ */
 
 void pg_range_i32(const int32_t * values, int64_t n, int32_t * smallest, int32_t * largest) {

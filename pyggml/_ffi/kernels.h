@@ -15,6 +15,18 @@ struct ggml_tensor * pg_cross_entropy_back(
     struct ggml_context * ctx, struct ggml_tensor * grad, struct ggml_tensor * logits, struct ggml_tensor * labels,
     float smoothing);
 
+/* grad where x > 0, else 0. */
+struct ggml_tensor * pg_relu_back(struct ggml_context * ctx, struct ggml_tensor * grad, struct ggml_tensor * x);
+
+/* Sum over the middle axis of a contiguous (outer, middle, inner): (outer, inner). */
+struct ggml_tensor * pg_sum_middle(
+    struct ggml_context * ctx, struct ggml_tensor * x, int64_t outer, int64_t middle, int64_t inner);
+
+/* One AdamW update in place. hyper holds lr, beta1, beta2, epsilon, weight decay, 1 / (1 - beta1^t), 1 / (1 - beta2^t). */
+struct ggml_tensor * pg_adamw(
+    struct ggml_context * ctx, struct ggml_tensor * parameter, struct ggml_tensor * grad, struct ggml_tensor * m,
+    struct ggml_tensor * v, struct ggml_tensor * hyper);
+
 /* Smallest and largest of n int32 values, in one pass. */
 void pg_range_i32(const int32_t * values, int64_t n, int32_t * smallest, int32_t * largest);
 

@@ -175,8 +175,24 @@ RELU = Op(
     "relu",
     shape=same("relu"),
     lower=lambda b, x: lib.ggml_relu(b.ctx, b.contiguous(x)),
-    grad=lambda g, out, x: mul(g, step(x)),
+    grad=lambda g, out, x: record(RELU_BACK, g, x),
     reference=lambda x: np.maximum(x, 0.0),
+)
+
+
+def _lower_relu_back(b: Lowering, g: GgmlTensor, x: GgmlTensor) -> GgmlTensor:
+    g, x = b.contiguous(g), b.contiguous(x)
+    if b.own_kernels:
+        return lib.pg_relu_back(b.ctx, g, x)
+    return lib.ggml_mul(b.ctx, g, lib.ggml_step(b.ctx, x))
+
+
+RELU_BACK = Op(
+    "relu_back",
+    shape=same("relu_back"),
+    lower=_lower_relu_back,
+    grad=lambda gg, out, g, x: (record(RELU_BACK, gg, x), None),
+    reference=lambda g, x: np.where(x > 0, g, 0.0),
 )
 
 
@@ -217,7 +233,7 @@ def _detach_shape(x: Spec) -> Spec:
 DETACH = Op(
     "detach",
     shape=_detach_shape,
-    lower=lambda b, x: lib.ggml_view_tensor(b.ctx, x),
+    lower=lambda b, x: x,
     differentiable=False,
     reference=lambda x: x,
 )

@@ -9,7 +9,7 @@ import numpy as np
 
 from .._ffi import lib
 from ..dtypes import float32
-from ..graph import Op, Shape, Spec
+from ..graph import MAX_DIMS, Op, Shape, Spec
 from ..lowering import GgmlTensor, Lowering
 from ..tensor import Tensor, TensorLike, as_tensor, record
 from .elementwise import affine
@@ -37,11 +37,15 @@ def _lower_sum(b: Lowering, x: GgmlTensor, *, axes: tuple[int, ...], keepdims: b
     x = b.contiguous(x)
     sizes = tuple(reversed(list(x.ne)))
     kept = reduced_shape(sizes, axes, keepdims=True)
-    outer = [size for size in kept if size != 1]
-    if not outer:
+    summed = [i for i in range(MAX_DIMS) if kept[i] != sizes[i]]  # axes of size 1 need no work
+    outer, inner = (prod(sizes[: summed[0]]), prod(sizes[summed[-1] + 1 :])) if summed else (prod(sizes), 1)
+    together = summed == list(range(summed[0], summed[-1] + 1)) if summed else True
+    if together and outer == inner == 1:
         total = lib.ggml_sum(b.ctx, x)
-    elif kept[: len(outer)] == tuple(outer) or axes == tuple(range(-len(axes), 0)):  # what is summed lies together
-        total = lib.ggml_sum_rows(b.ctx, b.reshape(x, (prod(outer), prod(sizes) // prod(outer))))
+    elif together and inner == 1:
+        total = lib.ggml_sum_rows(b.ctx, b.reshape(x, (outer, prod(sizes) // outer)))
+    elif together and b.own_kernels:
+        total = lib.pg_sum_middle(b.ctx, x, outer, prod(sizes) // (outer * inner), inner)
     else:
         total = lib.ggml_repeat_back(b.ctx, x, b.new(kept, float32))
     return b.reshape(total, kept if keepdims else reduced_shape(sizes, axes, keepdims=False))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..dtypes import float32
 from ..errors import DTypeError, ShapeError
@@ -18,12 +18,16 @@ def need_floats(op: str, *inputs: Spec) -> None:
             )
 
 
-def same(op: str):  # type: ignore[no-untyped-def]
-    """Return the shape rule of an elementwise op with one float input."""
+def same(op: str) -> Callable[..., Spec]:
+    """Return the shape rule of an elementwise op: float inputs, all of the shape of the first."""
 
-    def rule(x: Spec, **settings: object) -> Spec:
-        need_floats(op, x)
-        return Spec(x.shape, x.dtype)
+    def rule(*inputs: Spec, **settings: object) -> Spec:
+        need_floats(op, *inputs)
+        first = inputs[0]
+        for x in inputs[1:]:
+            if x.shape != first.shape:
+                raise ShapeError(f"{op}: shapes must be equal; got {first.shape} and {x.shape}")
+        return Spec(first.shape, first.dtype)
 
     return rule
 
@@ -45,7 +49,7 @@ def broadcast_shapes(op: str, *shapes: Shape) -> Shape:
     return tuple(result)
 
 
-def broadcasting(op: str):  # type: ignore[no-untyped-def]
+def broadcasting(op: str) -> Callable[..., Spec]:
     """Return the shape rule of an elementwise op with several float inputs under NumPy's broadcasting."""
 
     def rule(*inputs: Spec, **settings: object) -> Spec:

@@ -109,15 +109,17 @@ def transpose(x: TensorLike, axis1: int | None = None, axis2: int | None = None)
     (3, 1)
     """
     x = as_tensor(x, op="transpose", dtype=None)
-    order = list(range(-x.ndim, 0))
     if axis1 is None and axis2 is None:
-        order.reverse()
-    elif axis1 is None or axis2 is None:
+        return _permuted(x, _REVERSED[x.ndim])
+    if axis1 is None or axis2 is None:
         raise ShapeError("transpose: give both axes or none")
-    else:
-        i, j = normalize_axis("transpose", axis1, x.ndim), normalize_axis("transpose", axis2, x.ndim)
-        order[i], order[j] = order[j], order[i]
+    order = list(range(-x.ndim, 0))
+    i, j = normalize_axis("transpose", axis1, x.ndim), normalize_axis("transpose", axis2, x.ndim)
+    order[i], order[j] = order[j], order[i]
     return _permuted(x, tuple(order))
+
+
+_REVERSED = [tuple(range(-1, -ndim - 1, -1)) for ndim in range(MAX_DIMS + 1)]
 
 
 # ---- broadcast_to --------------------------------------------------------------------------------------------------------------

@@ -41,6 +41,8 @@ def _adamw_shape(parameter: Spec, gradient: Spec, m: Spec, v: Spec, hyper: Spec)
 def _lower_adamw(
     b: Lowering, parameter: GgmlTensor, gradient: GgmlTensor, m: GgmlTensor, v: GgmlTensor, hyper: GgmlTensor
 ) -> GgmlTensor:
+    if b.own_kernels:
+        return lib.pg_adamw(b.ctx, parameter, b.contiguous(gradient), m, v, hyper)
     lib.ggml_set_param(parameter)
     return lib.ggml_opt_step_adamw(b.ctx, parameter, b.contiguous(gradient), m, v, hyper)
 

@@ -13,11 +13,11 @@ import numpy as np
 
 from ..dtypes import float32
 from ..errors import GradError, SettingError
-from ..graph import PLAIN, Frame, Node, Op, Source, find_node, state
-from ..ops import add, affine, mul, sub
+from ..graph import PLAIN, Frame, Node, Op, Source, DerivedCache, find_node, state
+from ..ops import add, affine, mul, reshape, sub
 from ..ops.update import ADAMW, ASSIGN
 from ..plan import evaluate
-from ..tensor import Tensor, make_tensor, node_in, passing
+from ..tensor import Tensor, node_in, passing
 
 
 class Optimizer:
@@ -55,6 +55,7 @@ class Optimizer:
         """Updates made; calls of step() that only filled the window do not count."""
         self._gathered = 0  # backward passes in the open window
         self._state: dict[Tensor, tuple[Source, ...]] = {}
+        self._effects = DerivedCache()  # nodes of a step -> the nodes of its update
 
     # ---- what a method defines ----
 
@@ -62,8 +63,11 @@ class Optimizer:
         """Return the first state of one parameter."""
         return ()
 
-    def hyper(self) -> list[float]:
-        """Return the numbers of this update: inputs of the graph, so changing them plans nothing anew."""
+    def hyper(self, float_type: type[np.floating]) -> list[float]:
+        """Return the numbers of this update: inputs of the graph, so changing them plans nothing anew.
+
+        ``float_type`` is what the device computes in.
+        """
         raise NotImplementedError
 
     def update_single(
@@ -115,24 +119,36 @@ class Optimizer:
     def _update(self, pairs: list[tuple[Tensor, Tensor]], scale: float) -> None:
         frame = self._frame_of(pairs)
         device = frame.device
-        with state.inside(frame, PLAIN):
-            hyper = make_tensor(np.array(self.hyper()), device=device)
-            effects: list[Node] = []
-            for parameter, gradient in pairs:
-                states = self._state.get(parameter)
-                if states is None:
-                    arrays = self.init_single(parameter)
-                    states = self._state[parameter] = tuple(
-                        Source(a.shape, float32, device, device.upload(a.astype(parameter.dtype), float32)) for a in arrays
-                    )
-                handles = tuple(passing(frame.bind(source), frame) for source in states)
-                if scale != 1.0:
-                    gradient = affine(gradient, scale=scale)
-                for op, inputs in self.update_single(parameter, gradient, handles, hyper):
-                    nodes = [node_in(tensor, frame) for tensor in inputs]
-                    effects.append(find_node((op, (), PLAIN, *nodes)))
-            del gradient, pairs  # handles of scaled gradients are not outputs
-        evaluate(frame, effects=tuple(effects))
+        float_type = device.numpy_dtype(float32).type
+        numbers = np.array(self.hyper(float_type), float_type)
+        hyper = frame.bind(Source(numbers.shape, float32, device, device.upload(numbers, float32)))
+        for parameter, _ in pairs:
+            if parameter not in self._state:
+                self._state[parameter] = tuple(
+                    Source(a.shape, float32, device, device.upload(a.astype(parameter.dtype), float32))
+                    for a in self.init_single(parameter)
+                )
+        nodes = [
+            (node_in(p, frame), node_in(g, frame), tuple(frame.bind(source) for source in self._state[p]))
+            for p, g in pairs
+        ]
+        key = (hyper, scale, *nodes)
+        effects = self._effects.get(key)
+        if effects is None:
+            with state.inside(frame, PLAIN):
+                effects = self._effects[key] = self._record_update(frame, nodes, hyper, scale)
+        evaluate(frame, effects=effects)
+
+    def _record_update(self, frame: Frame, nodes: list[tuple], hyper: Node, scale: float) -> tuple[Node, ...]:
+        effects = []
+        for parameter, gradient, states in nodes:
+            mean = passing(gradient, frame)
+            if scale != 1.0:
+                mean = affine(mean, scale=scale)
+            handles = tuple(passing(node, frame) for node in states)
+            for op, inputs in self.update_single(passing(parameter, frame), mean, handles, passing(hyper, frame)):
+                effects.append(find_node((op, (), PLAIN, *(node_in(tensor, frame) for tensor in inputs))))
+        return tuple(effects)
 
     def _frame_of(self, pairs: list[tuple[Tensor, Tensor]]) -> Frame:
         """Return the frame where the gradients wait; of several, compute all but the last."""
@@ -184,7 +200,7 @@ class SGD(Optimizer):
     def init_single(self, parameter: Tensor) -> tuple[np.ndarray, ...]:
         return (np.zeros(parameter.shape),) if self.momentum else ()
 
-    def hyper(self) -> list[float]:
+    def hyper(self, float_type: type[np.floating]) -> list[float]:
         return [self.lr]
 
     def update_single(
@@ -197,7 +213,7 @@ class SGD(Optimizer):
             velocity = add(affine(states[0], scale=self.momentum), gradient)
             effects.append((ASSIGN, (states[0], velocity)))
             gradient = add(affine(velocity, scale=self.momentum), gradient) if self.nesterov else velocity
-        return [*effects, (ASSIGN, (parameter, sub(parameter, mul(gradient, hyper))))]
+        return [*effects, (ASSIGN, (parameter, sub(parameter, mul(gradient, reshape(hyper, ())))))]
 
 
 class AdamW(Optimizer):
@@ -232,8 +248,9 @@ class AdamW(Optimizer):
     def init_single(self, parameter: Tensor) -> tuple[np.ndarray, ...]:
         return np.zeros(parameter.shape), np.zeros(parameter.shape)
 
-    def hyper(self) -> list[float]:
-        beta1, beta2 = self.betas
+    def hyper(self, float_type: type[np.floating]) -> list[float]:
+        # The corrections must belong to the betas that the device really has: 1 - 0.999 in float32 is off by 5e-5.
+        beta1, beta2 = (float(float_type(beta)) for beta in self.betas)
         decay = self.weight_decay
         return [self.lr, beta1, beta2, self.epsilon, decay, 1 / (1 - beta1**self.t), 1 / (1 - beta2**self.t)]
 
@@ -268,8 +285,8 @@ class Adam(AdamW):
             average=average,
         )  # fmt: skip
 
-    def hyper(self) -> list[float]:
-        values = super().hyper()
+    def hyper(self, float_type: type[np.floating]) -> list[float]:
+        values = super().hyper(float_type)
         values[4] = 0.0
         return values
 

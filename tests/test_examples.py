@@ -1,0 +1,195 @@
+"""The examples, the README's first example and the benchmarks run, and do what they say."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DIGITS = ROOT / "examples" / "digits.py"
+FILES = ["curve.png", "predictions.png", "weights.safetensors"]
+
+
+def run(*command: object, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python in a child process that finds this source tree; return what it did."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def run_digits(folder: Path, *flags: object) -> str:
+    """Run the digits example and return what it printed."""
+    done = run(DIGITS, "--threads", 1, "--output", "out", *flags, folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""  # no bar where there is no terminal, and no warnings
+    return done.stdout
+
+
+def reported_accuracy(printed: str) -> tuple[int, int]:
+    """Return how many held-out digits were read correctly, of how many, as printed."""
+    found = re.search(r"read correctly: ([\d.]+)% \((\d+) of (\d+)\)", printed)
+    assert found, printed
+    percent, right, total = float(found[1]), int(found[2]), int(found[3])
+    assert percent == pytest.approx(100 * right / total, abs=0.005)
+    return right, total
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What the digits example printed with its default flags, and the folder it wrote to."""
+    folder = tmp_path_factory.mktemp("digits")
+    return run_digits(folder), folder / "out"
+
+
+# ---- examples/digits.py ----------------------------------------------------------------------
+
+
+def test_digits_reads_held_out_digits(digits: tuple[str, Path]) -> None:
+    right, total = reported_accuracy(digits[0])
+    assert total == 360
+    assert right / total >= 0.97
+
+
+def test_digits_writes_its_files_and_nothing_else(digits: tuple[str, Path]) -> None:
+    image = pytest.importorskip("matplotlib.image")
+    printed, folder = digits
+    assert sorted(path.name for path in folder.iterdir()) == FILES
+    for name in FILES:
+        assert name in printed
+    for name in ("curve.png", "predictions.png"):
+        pixels = image.imread(folder / name)[..., :3]  # (height, width, 3)
+        assert min(pixels.shape[:2]) > 400
+        assert pixels.min() < 0.2  # something is drawn
+        assert pixels.max() == 1.0
+
+
+def test_digits_weights_give_the_reported_accuracy_in_plain_numpy(
+    digits: tuple[str, Path],
+) -> None:
+    from safetensors.numpy import load_file
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    printed, folder = digits
+    images, labels = load_digits(return_X_y=True)
+    _, h, _, labels = train_test_split(
+        images / 16, labels, test_size=0.2, stratify=labels, random_state=0
+    )
+    weights = load_file(folder / "weights.safetensors")
+    names = sorted(name.removesuffix(".weight") for name in weights if name.endswith(".weight"))
+    assert names == ["layers.0", "layers.2", "layers.4"]
+    for name in names:
+        h = h @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+        if name != names[-1]:
+            h = np.maximum(h, 0)
+    assert (np.sum(h.argmax(axis=1) == labels), len(labels)) == reported_accuracy(printed)
+
+
+def test_digits_with_one_seed_gives_the_same_bits(tmp_path: Path) -> None:
+    runs = []
+    for name, seed in (("a", 5), ("b", 5), ("c", 6)):
+        folder = tmp_path / name
+        folder.mkdir()
+        printed = run_digits(folder, "--epochs", 3, "--seed", seed)
+        runs.append((printed, (folder / "out" / "weights.safetensors").read_bytes()))
+    assert runs[0] == runs[1]
+    assert runs[0][0] != runs[2][0]
+
+
+def test_digits_takes_its_flags(tmp_path: Path) -> None:
+    flags = ["--epochs", 2, "--batch-size", 500, "--hidden", 32, "--lr", 0.01, "--weight-decay", 0]
+    flags += ["--label-smoothing", 0, "--device", "reference"]
+    printed = run_digits(tmp_path, *flags)
+    assert "MLP 64-32-10, 2,410 parameters, on reference" in printed
+    assert "epoch   2: loss" in printed
+
+
+def test_digits_help_explains_every_flag(tmp_path: Path) -> None:
+    done = run(DIGITS, "--help", folder=tmp_path)
+    assert done.returncode == 0
+    names = re.findall(r'flag\(\s*"(--[a-z-]+)"', DIGITS.read_text())
+    assert len(names) == 10
+    text = " ".join(done.stdout.split())
+    for name in names:
+        assert re.search(rf" {name} \S.*? [a-z].*?\(default: ", text), name
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--epochs", "0"], "--epochs: must be a whole number of at least 1; got '0'"),
+        (["--batch-size", "2.5"], "--batch-size: must be a whole number of at least 1; got '2.5'"),
+        (["--hidden", "64", "-1"], "--hidden: must be a whole number of at least 1; got '-1'"),
+        (["--lr", "nan"], "--lr: must be a number above 0; got 'nan'"),
+        (["--weight-decay", "-1"], "--weight-decay: must be a number of at least 0; got '-1'"),
+        (["--label-smoothing", "2"], "--label-smoothing: must be a number from 0 to 1; got '2'"),
+        (["--seed", "x"], "--seed: must be a whole number from 0 to 4294967295; got 'x'"),
+        (["--threads", "99999"], "--threads: "),
+        (["--device", "abacus"], "--device: invalid choice: 'abacus'"),
+        (["--output", "taken"], "--output: cannot make taken: "),
+        (["--epoch", "3"], "unrecognized arguments: --epoch 3"),
+    ],
+)
+def test_digits_refuses_bad_flags(tmp_path: Path, flags: list[str], message: str) -> None:
+    (tmp_path / "taken").write_text("a file, not a folder")
+    done = run(DIGITS, *flags, folder=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_digits_stops_when_the_loss_is_no_number(tmp_path: Path) -> None:
+    done = run(DIGITS, "--lr", "1e30", "--output", "out", folder=tmp_path)
+    assert done.returncode == 1
+    assert "the loss is nan in epoch 1; try a smaller --lr" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_digits_names_a_missing_extra_and_how_to_get_it(tmp_path: Path) -> None:
+    code = "import runpy, sys; sys.modules['tqdm'] = None; runpy.run_path(sys.argv[1])"
+    done = run("-c", code, DIGITS, folder=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("digits.py: tqdm is missing; ")
+    assert "pip install '.[examples]'" in done.stderr
+
+
+# ---- README.md -------------------------------------------------------------------------------
+
+
+def test_readme_example_runs(tmp_path: Path) -> None:
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    done = run("-W", "error", "-c", code, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[-1]) < 0.01  # the last loss
+
+
+# ---- benchmarks ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "said"),
+    [
+        ("bench_mlp.py", ["--rounds", "1", "--steps", "2"], "784-512-512-10"),
+        ("bench_memory.py", ["--steps", "5", "10"], "working memory"),
+    ],
+)
+def test_benchmark_runs(tmp_path: Path, name: str, flags: list[str], said: str) -> None:
+    path = ROOT / "benchmarks" / name
+    done = run(path, "--threads", 1, "--json", "out.json", *flags, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout
+    assert (tmp_path / "out.json").read_text().startswith("{")

@@ -1,0 +1,161 @@
+"""Plans: equal steps share one, outputs are nobody else's memory, and the cache is bounded."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+
+import pyggml as pg
+from pyggml import ag, graph, nn, optim
+
+
+@pytest.fixture
+def cpu():
+    found = pg.devices()[0]
+    found.clear_plans()
+    return found
+
+
+def train_step(model, opt, x, y):
+    opt.zero_grad()
+    with ag.grad_tape():
+        loss = ag.softmax_cross_entropy(model(ag.tensor(x)), y)
+    ag.backward(loss)
+    opt.step()
+    return loss.item()
+
+
+def make_model(seed=0):
+    return nn.Sequential(nn.Linear(5, 8, seed=seed), nn.ReLU(), nn.Linear(8, 3, seed=seed + 1))
+
+
+def test_steps_that_differ_in_data_learning_rate_and_step_number_share_one_plan(cpu):
+    model, generator = make_model(), np.random.default_rng(0)
+    opt = optim.AdamW(model.parameters(), lr=1e-2)
+    for i in range(5):
+        opt.lr = 1e-2 / (i + 1)
+        train_step(model, opt, generator.standard_normal((4, 5)), generator.integers(0, 3, 4))
+    assert len(cpu.plans) == 1
+
+
+def test_a_second_model_of_the_same_shape_uses_the_plan_of_the_first(cpu):
+    x, y = np.ones((4, 5)), np.zeros(4, int)
+    for seed in range(3):
+        model = make_model(seed)
+        train_step(model, optim.AdamW(model.parameters()), x, y)
+    assert len(cpu.plans) == 1
+
+
+def test_another_batch_size_is_another_plan_and_going_back_is_none(cpu):
+    model = make_model()
+    opt = optim.AdamW(model.parameters())
+    for rows in (4, 2, 4, 2):
+        train_step(model, opt, np.ones((rows, 5)), np.zeros(rows, int))
+    assert len(cpu.plans) == 2
+
+
+def test_plans_that_share_the_working_buffer_do_not_disturb_each_other(cpu):
+    generator = np.random.default_rng(3)
+    w = ag.param(generator.standard_normal((16, 16)))
+    reference = w.numpy().astype(float)
+    for rows in (4, 400, 4, 30, 400):
+        x = generator.standard_normal((rows, 16))
+        with ag.grad_tape():
+            loss = ag.mean(ag.relu(ag.tensor(x) @ w))
+        w.grad = None
+        ag.backward(loss)
+        h = x.astype(np.float32) @ reference
+        assert loss.item() == pytest.approx(np.maximum(h, 0).mean(), rel=1e-5)
+        np.testing.assert_allclose(w.grad.numpy(), x.T @ (h > 0) / h.size, atol=1e-6)
+
+
+def test_results_of_an_earlier_run_survive_later_runs_of_the_same_plan(cpu):
+    x = ag.tensor([1.0, 2.0])
+    results = []
+    for i in range(4):
+        results.append(x * ag.tensor([float(i), 1.0]))
+        results[-1].numpy()
+    assert [r.tolist() for r in results] == [[0.0, 2.0], [1.0, 2.0], [2.0, 2.0], [3.0, 2.0]]
+
+
+def test_the_plan_cache_is_bounded(cpu, monkeypatch):
+    monkeypatch.setattr(cpu, "max_plans", 5)
+    for n in range(1, 20):
+        assert ag.sum(ag.tensor(np.ones(n)) * 2.0).item() == 2.0 * n
+    assert len(cpu.plans) == 5
+
+
+def test_the_node_table_is_bounded_and_clearing_it_loses_no_value(monkeypatch):
+    monkeypatch.setattr(graph, "MAX_NODES", 50)
+    w = ag.param([1.0])
+    with ag.grad_tape():
+        total = w
+        for i in range(200):
+            total = total * 1.0 + float(i)
+    assert len(graph._nodes) <= 51
+    ag.backward(total)
+    assert total.item() == 1.0 + sum(range(200))
+    assert w.grad.item() == 1.0
+
+
+def test_a_model_that_is_dropped_leaves_nothing_behind(cpu):
+    def run():
+        model = make_model()
+        opt = optim.AdamW(model.parameters())
+        train_step(model, opt, np.ones((4, 5)), np.zeros(4, int))
+
+    run()
+    gc.collect()
+    before = sum(isinstance(o, (graph.Source, graph.Frame)) for o in gc.get_objects())
+    gc.disable()
+    try:
+        for _ in range(20):
+            run()
+        after = sum(isinstance(o, (graph.Source, graph.Frame)) for o in gc.get_objects())
+    finally:
+        gc.enable()
+    assert after <= before + 2
+
+
+def test_twenty_thousand_recorded_ops_run_under_the_default_recursion_limit():
+    w = ag.param([1.0])
+    with ag.grad_tape():
+        x = w
+        for _ in range(20_000):
+            x = x + w
+    ag.backward(x)
+    assert x.item() == 20_001.0
+    assert w.grad.item() == 20_001.0
+
+
+def test_equal_seeds_give_bit_equal_training_whatever_ran_before():
+    def losses():
+        model = make_model(7)
+        opt = optim.AdamW(model.parameters(), lr=1e-2)
+        generator = np.random.default_rng(0)
+        return [train_step(model, opt, generator.standard_normal((64, 5)), generator.integers(0, 3, 64)) for _ in range(10)]
+
+    assert losses() == losses()
+
+
+@pytest.mark.parametrize("n_threads", [1, 2, 3])
+def test_any_thread_count_gives_the_right_product(n_threads):
+    generator = np.random.default_rng(5)
+    a, b = generator.standard_normal((130, 70)), generator.standard_normal((70, 90))
+    before = pg.get_num_threads()
+    try:
+        pg.set_num_threads(n_threads)
+        with pg.device("cpu") as cpu:
+            cpu.clear_plans()
+            product = (ag.tensor(a) @ ag.tensor(b)).numpy()
+    finally:
+        pg.set_num_threads(before)
+    np.testing.assert_allclose(product, a @ b, atol=1e-4)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.0, True, "2", 10**6])
+def test_a_thread_count_that_is_not_a_positive_integer_is_refused(wrong):
+    with pytest.raises(pg.SettingError, match="set_num_threads: needs a positive integer"):
+        pg.set_num_threads(wrong)
