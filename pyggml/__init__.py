@@ -20,7 +20,24 @@ from .errors import (
 )
 
 __all__ = [
-    "DTypeError", "Device", "DeviceError", "DeviceMemoryError", "GradCheckError", "GradError", "IndexRangeError", "PyggmlError",
-    "SettingError", "ShapeError", "StaleError", "__version__", "ag", "device", "devices", "get_num_threads", "nn", "optim",
-    "set_device", "set_num_threads",
-]  # fmt: skip
+    "DTypeError",
+    "Device",
+    "DeviceError",
+    "DeviceMemoryError",
+    "GradCheckError",
+    "GradError",
+    "IndexRangeError",
+    "PyggmlError",
+    "SettingError",
+    "ShapeError",
+    "StaleError",
+    "__version__",
+    "ag",
+    "device",
+    "devices",
+    "get_num_threads",
+    "nn",
+    "optim",
+    "set_device",
+    "set_num_threads",
+]

@@ -11,11 +11,16 @@ from .tensor import Parameter, Tensor, TensorLike, make_tensor
 
 
 def tensor(
-    data: TensorLike, *, dtype: object = None, device: Device | str | None = None, requires_grad: bool = False
+    data: TensorLike,
+    *,
+    dtype: object = None,
+    device: Device | str | None = None,
+    requires_grad: bool = False,
 ) -> Tensor:
     """Copy data into a tensor: floats and booleans become float32, integers int32.
 
-    Raises DTypeError for data that is not real numbers, ShapeError beyond four dimensions or without elements.
+    Raises DTypeError for data that is not real numbers, ShapeError beyond four dimensions or
+    without elements.
 
     >>> ag.tensor([[1, 2], [3, 4]], dtype="float32").shape
     (2, 2)
@@ -29,12 +34,23 @@ def param(data: TensorLike, *, device: Device | str | None = None) -> Parameter:
     >>> ag.param([1, 2]).requires_grad
     True
     """
-    made = make_tensor(data, dtype="float32", device=device, requires_grad=True, cls=Parameter, op="param")
+    made = make_tensor(
+        data, dtype="float32", device=device, requires_grad=True, cls=Parameter, op="param"
+    )
     assert isinstance(made, Parameter)
     return made
 
 
 __all__ = [
-    "Parameter", "Tensor", "backward", "grad", "grad_tape", "gradcheck", "is_recording", "no_grad", "param", "tensor",
+    "Parameter",
+    "Tensor",
+    "backward",
+    "grad",
+    "grad_tape",
+    "gradcheck",
+    "is_recording",
+    "no_grad",
+    "param",
+    "tensor",
     *(name for name in _ops if name not in ("update", "sum_to")),
-]  # fmt: skip
+]

@@ -1,7 +1,8 @@
-"""Gradients: one reverse walk over the recorded nodes; each op's rule is written in ops, so the result is recorded too.
+"""Gradients: one reverse walk over the recorded nodes; each op's rule is written in ops, so the
+result is recorded too.
 
-Reverse-mode accumulation (Linnainmaa 1970). The walk happens once for a structure; a step that repeats it finds the gradient
-nodes by the identity of the loss node.
+Reverse-mode accumulation (Linnainmaa 1970). The walk happens once for a structure; a step that
+repeats it finds the gradient nodes by the identity of the loss node.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from .ops import add, full, sum_to
 from .plan import graph_order
 from .tensor import Tensor, node_in, passing, pending
 
-# ---- recording modes -------------------------------------------------------------------------------------------------------
+# ---- recording modes -----------------------------------------------------------------------------
 
 
 class _Recording:
-    """A with block that sets whether ops are taped. Blocks may end in any order, as those of paused generators do."""
+    """A with block that sets whether ops are taped. Blocks may end in any order, as those of paused
+    generators do.
+    """
 
     _taped: bool
 
@@ -59,7 +62,9 @@ class _Recording:
                     except GeneratorExit:
                         iterator.close()
                         raise
-                    except BaseException as exception:  # thrown into us: throw it into the wrapped generator
+                    except (
+                        BaseException
+                    ) as exception:  # thrown into us: throw it into the wrapped generator
                         value, step = exception, iterator.throw
 
             return generator
@@ -80,7 +85,8 @@ def _set_mode() -> None:
 
 
 class grad_tape(_Recording):
-    """Record the ops inside, so that ag.backward can follow them. Usable as a with block or a decorator; blocks nest.
+    """Record the ops inside, so that ag.backward can follow them. Usable as a with block or a
+    decorator; blocks nest.
 
     >>> w = ag.param([2.0])
     >>> with ag.grad_tape():
@@ -93,8 +99,9 @@ class grad_tape(_Recording):
 
     def __enter__(self) -> _Recording:
         if not any(taped for _, taped in state.blocks):
-            # Number sources from 0 again, so that a step like the last one has equal nodes; but what is pending from just
-            # before the tape, such as a batch being scaled, is to run in one graph with it.
+            # Number sources from 0 again, so that a step like the last one has equal nodes; but
+            # what is pending from just before the tape, such as a batch being scaled, is to run in
+            # one graph with it.
             for device, frame in list(state.frames.items()):
                 if frame.tape_closed or not frame.is_pending():
                     state.new_frame(device)
@@ -124,14 +131,18 @@ def is_recording() -> bool:
     return state.mode.taped
 
 
-# ---- the reverse walk ------------------------------------------------------------------------------------------------------
+# ---- the reverse walk ----------------------------------------------------------------------------
 
 _gradients = graph.DerivedCache()  # (target, seed, wanted nodes, mode) -> gradient nodes
 _leaves = graph.DerivedCache()  # target -> the leaves that collect gradients
 
 
-def _gradient_nodes(target: Node, seed: Node, wanted: tuple[Node, ...], frame: Frame) -> tuple[Node | None, ...]:
-    """Return the nodes of the target's gradients in each wanted node, None where the target does not depend on it."""
+def _gradient_nodes(
+    target: Node, seed: Node, wanted: tuple[Node, ...], frame: Frame
+) -> tuple[Node | None, ...]:
+    """Return the nodes of the target's gradients in each wanted node, None where the target does
+    not depend on it.
+    """
     key = (target, seed, wanted, state.mode)
     found = _gradients.get(key)
     if found is None:
@@ -139,7 +150,9 @@ def _gradient_nodes(target: Node, seed: Node, wanted: tuple[Node, ...], frame: F
     return found
 
 
-def _walk(target: Node, seed: Node, wanted: tuple[Node, ...], frame: Frame) -> tuple[Node | None, ...]:
+def _walk(
+    target: Node, seed: Node, wanted: tuple[Node, ...], frame: Frame
+) -> tuple[Node | None, ...]:
     order = graph_order([target])
     between = set(wanted)  # the nodes on a path from a wanted one to the target
     for node in order:
@@ -165,14 +178,20 @@ def _walk(target: Node, seed: Node, wanted: tuple[Node, ...], frame: Frame) -> t
 def _apply_rule(node: Node, g: Tensor, frame: Frame) -> tuple[Tensor | None, ...]:
     rule = node.op.grad
     if rule is None:
-        raise GradError(f"{node.op.name}: no gradient rule is written for this op; use its result, or detach it")
+        raise GradError(
+            f"{node.op.name}: no gradient rule is written for this op; use its result, or detach it"
+        )
     inputs = (passing(parent, frame) for parent in node.inputs)
     parts = rule(g, passing(node, frame), *inputs, **dict(node.settings))
     return parts if isinstance(parts, tuple) else (parts,)
 
 
 def _gradients_of(
-    op: str, target: Tensor, wanted: Callable[[Frame, Node], tuple[Node, ...]], seed: Tensor | None, mode: Mode
+    op: str,
+    target: Tensor,
+    wanted: Callable[[Frame, Node], tuple[Node, ...]],
+    seed: Tensor | None,
+    mode: Mode,
 ) -> tuple[Frame, tuple[Node, ...], tuple[Node | None, ...]]:
     """Return the target's frame, the nodes asked for there, and the gradient node of each."""
     if not isinstance(target, Tensor):
@@ -182,7 +201,8 @@ def _gradients_of(
         raise GradError(f"{op}: the tape of this value is gone, {frame.ended}; record it again")
     if not node.requires_grad:
         raise GradError(
-            f"{op}: this value does not depend on a parameter on a tape; compute it from an ag.param inside "
+            f"{op}: this value does not depend on a parameter on a tape; compute it from an "
+            "ag.param inside "
             "`with ag.grad_tape():`"
         )
     if frame.ended:  # a leaf, differentiated with respect to itself
@@ -191,28 +211,37 @@ def _gradients_of(
     frame.check_current()
     if seed is None and target.size != 1:
         raise ShapeError(
-            f"{op}: needs a value of one element; got shape {target.shape}; reduce it with ag.sum or ag.mean, or give "
+            f"{op}: needs a value of one element; got shape {target.shape}; reduce it with ag.sum "
+            "or ag.mean, or give "
             "the gradient to start from as seed="
         )
     if seed is not None and seed.shape != target.shape:
         raise ShapeError(f"{op}: seed must have the value's shape {target.shape}; got {seed.shape}")
     with state.inside(frame, mode):
-        start = node_in(full(target.shape, 1.0, device=frame.device) if seed is None else seed, frame)
+        start = node_in(
+            full(target.shape, 1.0, device=frame.device) if seed is None else seed, frame
+        )
         nodes = wanted(frame, node)
         return frame, nodes, _gradient_nodes(node, start, nodes, frame)
 
 
-# ---- what people call --------------------------------------------------------------------------------------------------------
+# ---- what people call ----------------------------------------------------------------------------
 
 
 def grad(
-    target: Tensor, wrt: Tensor | Sequence[Tensor], *, seed: Tensor | None = None, allow_unused: bool = False
+    target: Tensor,
+    wrt: Tensor | Sequence[Tensor],
+    *,
+    seed: Tensor | None = None,
+    allow_unused: bool = False,
 ) -> Any:
-    """Return the gradient of a value with respect to tensors: leaves or anything recorded on the way.
+    """Return the gradient of a value with respect to tensors: leaves or anything recorded on the
+    way.
 
-    ``target`` has one element, or ``seed`` gives the gradient to start from. Inside a grad_tape the gradients are recorded
-    themselves, so they can be differentiated again. Nothing is added to ``.grad``. Raises GradError for a tensor that the
-    target does not depend on, unless allow_unused, which gives None for it.
+    ``target`` has one element, or ``seed`` gives the gradient to start from. Inside a grad_tape the
+    gradients are recorded themselves, so they can be differentiated again. Nothing is added to
+    ``.grad``. Raises GradError for a tensor that the target does not depend on, unless
+    allow_unused, which gives None for it.
 
     >>> x = ag.param(3.0)
     >>> with ag.grad_tape():
@@ -223,12 +252,17 @@ def grad(
     """
     tensors = (wrt,) if isinstance(wrt, Tensor) else tuple(wrt)
     frame, _, found = _gradients_of(
-        "grad", target, lambda frame, _: tuple(node_in(tensor, frame) for tensor in tensors), seed, state.mode
+        "grad",
+        target,
+        lambda frame, _: tuple(node_in(tensor, frame) for tensor in tensors),
+        seed,
+        state.mode,
     )
     for tensor, node in zip(tensors, found, strict=True):
         if node is None and not allow_unused:
             raise GradError(
-                f"grad: the value does not depend on the tensor of shape {tensor.shape}; pass allow_unused=True for None"
+                f"grad: the value does not depend on the tensor of shape {tensor.shape}; pass "
+                "allow_unused=True for None"
             )
     results = [None if node is None else pending(node, frame) for node in found]
     return results[0] if isinstance(wrt, Tensor) else results
@@ -244,10 +278,11 @@ def _leaves_of(frame: Frame, target: Node) -> tuple[Node, ...]:
 
 
 def backward(target: Tensor, *, seed: Tensor | None = None) -> dict[Tensor, Tensor]:
-    """Add the gradients of a value to ``.grad`` of every leaf it depends on; return this call's gradients by leaf.
+    """Add the gradients of a value to ``.grad`` of every leaf it depends on; return this call's
+    gradients by leaf.
 
-    ``target`` has one element, or ``seed`` gives the gradient to start from. Raises GradError if the value was not recorded
-    on a tape, or if its parameters have been updated since.
+    ``target`` has one element, or ``seed`` gives the gradient to start from. Raises GradError if
+    the value was not recorded on a tape, or if its parameters have been updated since.
 
     >>> w = ag.param([1.0, 2.0])
     >>> with ag.grad_tape():
@@ -259,8 +294,8 @@ def backward(target: Tensor, *, seed: Tensor | None = None) -> dict[Tensor, Tens
     frame, leaves, found = _gradients_of("backward", target, _leaves_of, seed, PLAIN)
     owners = [frame.sources[source_index(node)].owner for node in leaves]
     tensors = [owner() if owner is not None else None for owner in owners]
-    # A gradient that still waits for an earlier backward is computed first: k micro-batches are k equal runs, and the memory
-    # of one, not one run k times as long.
+    # A gradient that still waits for an earlier backward is computed first: k micro-batches are k
+    # equal runs, and the memory of one, not one run k times as long.
     for tensor in tensors:
         if tensor is not None and tensor.grad is not None and tensor.grad._source is None:
             tensor.grad._materialized()

@@ -1,4 +1,6 @@
-"""Devices: where values live and programs run. Every C pointer has one Python owner, and closing one twice is harmless."""
+"""Devices: where values live and programs run. Every C pointer has one Python owner, and closing
+one twice is harmless.
+"""
 
 from __future__ import annotations
 
@@ -85,20 +87,26 @@ class HostStorage:
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return an uninitialised array that starts on a cache line if it is large enough for that to matter."""
+    """Return an uninitialised array that starts on a cache line if it is large enough for that to
+    matter.
+    """
     nbytes = prod(shape) * dtype.itemsize
     if nbytes < 4096:
         return np.empty(shape, dtype)
     try:
         raw = np.empty(nbytes + ALIGNMENT, np.uint8)
     except MemoryError:
-        raise DeviceMemoryError(f"cpu: no memory for {nbytes / 2**20:.1f} MB, shape {shape}") from None
+        raise DeviceMemoryError(
+            f"cpu: no memory for {nbytes / 2**20:.1f} MB, shape {shape}"
+        ) from None
     start = -int(ffi.cast("uintptr_t", ffi.from_buffer(raw))) % ALIGNMENT
     return raw[start : start + nbytes].view(dtype).reshape(shape)
 
 
 class CpuDevice(Device):
-    """ggml's CPU backend with a thread pool that stays, and one working buffer that all plans share."""
+    """ggml's CPU backend with a thread pool that stays, and one working buffer that all plans
+    share.
+    """
 
     name = "cpu"
 
@@ -139,7 +147,9 @@ class CpuDevice(Device):
         return self._allocator
 
     def compute(self, graph: Any, n_threads: int) -> None:
-        """Run a ggml graph. Signals are looked at between nodes; an exception from their handlers is raised here."""
+        """Run a ggml graph. Signals are looked at between nodes; an exception from their handlers
+        is raised here.
+        """
         self._start()
         if n_threads != self._active_threads:
             lib.ggml_backend_cpu_set_n_threads(self._backend, n_threads)
@@ -150,7 +160,9 @@ class CpuDevice(Device):
             if exception is not None:
                 raise exception
             if status == lib.GGML_STATUS_ALLOC_FAILED:
-                raise DeviceMemoryError("cpu: ggml could not allocate its working memory for this graph")
+                raise DeviceMemoryError(
+                    "cpu: ggml could not allocate its working memory for this graph"
+                )
             raise DeviceError(f"cpu: ggml could not run the graph (status {int(status)})")
 
     def set_num_threads(self, n_threads: int) -> None:
@@ -170,8 +182,9 @@ class CpuDevice(Device):
     def _start(self) -> None:
         if self._pid == os.getpid():
             return
-        # A forked child has the parent's memory but none of its worker threads: it starts its own, and leaves the parent's
-        # pool alone, since freeing it would wait for threads that are not there.
+        # A forked child has the parent's memory but none of its worker threads: it starts its own,
+        # and leaves the parent's pool alone, since freeing it would wait for threads that are not
+        # there.
         backend = lib.ggml_backend_cpu_init()
         if backend == ffi.NULL:
             raise DeviceError("cpu: ggml could not start its CPU backend")
@@ -180,7 +193,9 @@ class CpuDevice(Device):
         params.poll = POLL
         pool = lib.ggml_threadpool_new(params)
         lib.ggml_backend_cpu_set_threadpool(backend, pool)
-        lib.ggml_backend_cpu_set_abort_callback(backend, lib.pg_poll, ffi.cast("void *", SIGNAL_POLL_MS))
+        lib.ggml_backend_cpu_set_abort_callback(
+            backend, lib.pg_poll, ffi.cast("void *", SIGNAL_POLL_MS)
+        )
         self._backend, self._pool, self._active_threads = backend, pool, 0
         if self._allocator is None:
             self._allocator = lib.ggml_gallocr_new(lib.ggml_backend_cpu_buffer_type())
@@ -205,7 +220,9 @@ POLL = 50
 
 
 def default_num_threads() -> int:
-    """Return the number of CPUs that this process may use: its affinity mask and its container's quota."""
+    """Return the number of CPUs that this process may use: its affinity mask and its container's
+    quota.
+    """
     try:
         count = len(os.sched_getaffinity(0))
     except AttributeError:  # not on every system
@@ -296,9 +313,14 @@ def set_num_threads(n_threads: int) -> None:
 
     Raises SettingError unless n_threads is a positive integer.
     """
-    if not isinstance(n_threads, int) or isinstance(n_threads, bool) or not 1 <= n_threads <= lib.GGML_MAX_N_THREADS:
+    if (
+        not isinstance(n_threads, int)
+        or isinstance(n_threads, bool)
+        or not 1 <= n_threads <= lib.GGML_MAX_N_THREADS
+    ):
         raise SettingError(
-            f"set_num_threads: needs a positive integer, at most {lib.GGML_MAX_N_THREADS}; got {n_threads!r}"
+            f"set_num_threads: needs a positive integer, at most {lib.GGML_MAX_N_THREADS}; got "
+            f"{n_threads!r}"
         )
     cpu = _known()["cpu"]
     assert isinstance(cpu, CpuDevice)

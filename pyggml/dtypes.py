@@ -47,11 +47,13 @@ def as_dtype(value: object) -> DType:
         ) from None
 
 
-def as_array(value: object, dtype: DType | None = None, *, op: str = "tensor", double: bool = False) -> np.ndarray:
+def as_array(
+    value: object, dtype: DType | None = None, *, op: str = "tensor", double: bool = False
+) -> np.ndarray:
     """Return value as a fresh, C-contiguous, native-endian array of a type that pyggml has.
 
-    Floats and booleans become float32 (float64 if ``double``), integers int32. An integer outside int32, a complex number or
-    an object raises DTypeError: nothing is ever reinterpreted.
+    Floats and booleans become float32 (float64 if ``double``), integers int32. An integer outside
+    int32, a complex number or an object raises DTypeError: nothing is ever reinterpreted.
     """
     try:
         array = value if isinstance(value, np.ndarray) else np.asarray(value)
@@ -59,14 +61,20 @@ def as_array(value: object, dtype: DType | None = None, *, op: str = "tensor", d
         raise DTypeError(f"{op}: needs a rectangular array of numbers; {error}") from None
     kind = array.dtype.kind
     if kind not in "fiub":
-        raise DTypeError(f"{op}: needs real numbers; got an array of dtype {array.dtype}; convert it first")
+        raise DTypeError(
+            f"{op}: needs real numbers; got an array of dtype {array.dtype}; convert it first"
+        )
     if dtype is None:
         dtype = float32 if kind in "fb" else int32
     if dtype.is_float:
         return np.array(array, dtype=np.float64 if double else dtype.numpy, order="C", copy=True)
     if kind == "f":
-        raise DTypeError(f"{op}: needs integers; got {array.dtype}; use .astype(np.int32) if they are whole")
-    if array.dtype != dtype.numpy and array.dtype.itemsize >= 4 and array.size:  # could be too large
+        raise DTypeError(
+            f"{op}: needs integers; got {array.dtype}; use .astype(np.int32) if they are whole"
+        )
+    if (
+        array.dtype != dtype.numpy and array.dtype.itemsize >= 4 and array.size
+    ):  # could be too large
         low, high = array.min(), array.max()
         if low < _INT32.min or high > _INT32.max:
             raise DTypeError(f"{op}: integers must fit in int32; got values from {low} to {high}")

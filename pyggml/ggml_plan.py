@@ -1,7 +1,7 @@
 """A program as a ggml graph: built once, its working memory planned once, run many times.
 
-Sources and outputs live in memory of their own, so nothing that a person holds is overwritten by a later run; everything in
-between lives in the device's working buffer, which all plans share.
+Sources and outputs live in memory of their own, so nothing that a person holds is overwritten by a
+later run; everything in between lives in the device's working buffer, which all plans share.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class GgmlPlan:
 
     def __init__(self, program: Program, device: CpuDevice) -> None:
         self.device = device
-        capacity = TENSORS_PER_STEP * (len(program.steps) + len(program.effects)) + 4 * SPARE_TENSORS
+        capacity = (
+            TENSORS_PER_STEP * (len(program.steps) + len(program.effects)) + 4 * SPARE_TENSORS
+        )
         while True:
             try:
                 self._build(program, capacity)
@@ -42,7 +44,9 @@ class GgmlPlan:
         self.epoch = -1
 
     def _build(self, program: Program, capacity: int) -> None:
-        size = capacity * lib.ggml_tensor_overhead() + lib.ggml_graph_overhead_custom(capacity, False)
+        size = capacity * lib.ggml_tensor_overhead() + lib.ggml_graph_overhead_custom(
+            capacity, False
+        )
         parameters = ffi.new("struct ggml_init_params *", {"mem_size": size, "no_alloc": True})
         context = lib.ggml_init(parameters[0])
         if context == ffi.NULL:
@@ -76,7 +80,8 @@ class GgmlPlan:
             if lib.ggml_used_mem(self.context) > full:
                 raise _TooSmall
             tensor = made[step]
-            # An output needs memory of its own: views, inputs, and what is an output already are copied.
+            # An output needs memory of its own: views, inputs, and what is an output already are
+            # copied.
             if tensor.view_src != ffi.NULL or tensor.op == lib.GGML_OP_NONE or tensor in taken:
                 tensor = b.add(lib.ggml_cont(self.context, tensor))
             taken.add(tensor)
@@ -104,14 +109,17 @@ class GgmlPlan:
             lib.pg_refresh_views(self.graph)
 
     def _allocate(self) -> None:
-        """Give every other tensor its place in the working buffer, which grows if this plan needs more than any before."""
+        """Give every other tensor its place in the working buffer, which grows if this plan needs
+        more than any before.
+        """
         allocator = self.device.allocator
         lib.pg_forget_addresses(self.graph, self._external, self._n_external)
         size = lib.ggml_gallocr_get_buffer_size(allocator, 0)
         if not lib.ggml_gallocr_alloc_graph(allocator, self.graph):
             self.device.epoch += 1
             raise DeviceMemoryError(
-                f"{self.device.name}: no memory for the working buffer of this program; use a smaller batch"
+                f"{self.device.name}: no memory for the working buffer of this program; use a "
+                "smaller batch"
             )
         if lib.ggml_gallocr_get_buffer_size(allocator, 0) != size:
             self.device.epoch += 1
@@ -120,7 +128,8 @@ class GgmlPlan:
     def run(self, sources: Sequence[Source], given: Sequence[Source]) -> list[Any]:
         given_next = iter(given)
         storages = [
-            (sources[index] if index >= 0 else next(given_next)).storage for index in self.input_indices
+            (sources[index] if index >= 0 else next(given_next)).storage
+            for index in self.input_indices
         ]
         outputs = [self.device.empty(shape, dtype) for shape, dtype in self.output_specs]
         self._bind(storages + outputs)
@@ -130,7 +139,9 @@ class GgmlPlan:
     @property
     def working_bytes(self) -> int:
         """The working memory that ggml's allocator planned for this program alone."""
-        allocator = ffi.gc(lib.ggml_gallocr_new(lib.ggml_backend_cpu_buffer_type()), lib.ggml_gallocr_free)
+        allocator = ffi.gc(
+            lib.ggml_gallocr_new(lib.ggml_backend_cpu_buffer_type()), lib.ggml_gallocr_free
+        )
         size = ffi.new("size_t *")
         lib.ggml_gallocr_reserve_n_size(allocator, self.graph, ffi.NULL, ffi.NULL, size)
         return size[0]
@@ -141,12 +152,15 @@ class GgmlPlan:
             self.context = self.graph = None
 
 
-# Starting a second worker on a node costs a barrier; a node is worth it when its own work takes longer.
+# Starting a second worker on a node costs a barrier; a node is worth it when its own work takes
+# longer.
 WORK_WORTH_A_THREAD = 200_000  # elementary operations, or bytes moved
 
 
 def threads_worth_starting(graph: Any) -> int:
-    """Return 1 for a graph whose nodes are too small to share, else as many threads as there may be."""
+    """Return 1 for a graph whose nodes are too small to share, else as many threads as there may
+    be.
+    """
     work = 0.0
     count = lib.ggml_graph_n_nodes(graph)
     for i in range(count):

@@ -1,4 +1,6 @@
-"""Check gradients: central differences in float64 on the reference device, then the device in use against the reference."""
+"""Check gradients: central differences in float64 on the reference device, then the device in use
+against the reference.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,14 @@ def gradcheck(
     Args:
         fn: takes one tensor for each input and returns one tensor of any shape.
         inputs: arrays; the floating-point ones are differentiated.
-        device: also compare value and gradients on this device with the reference (default: the current one).
+        device: also compare value and gradients on this device with the reference (default: the
+            current one).
         order: 2 checks the gradient of the gradient too.
         directions: how many random directions to compare along, in each input.
         epsilon: the step of the central differences.
         tolerance: allowed difference from them, relative to the largest gradient or 1.
-        device_tolerance: allowed difference between device and reference, relative to the largest value or 1.
+        device_tolerance: allowed difference between device and reference, relative to the largest
+            value or 1.
         seed: of the random directions.
 
     The message names the worst input, the index in it, and both values.
@@ -64,19 +68,30 @@ def gradcheck(
             if not _close(float(np.sum(gradient * along)), expected, gradient, tolerance):
                 _report_worst(weighted, arrays, i, gradient, epsilon)
                 raise GradCheckError(
-                    f"gradcheck: input {i}, along a random direction: the rule gives {np.sum(gradient * along):.9g}, "
+                    f"gradcheck: input {i}, along a random direction: the rule gives "
+                    f"{np.sum(gradient * along):.9g}, "
                     f"central differences {expected:.9g}"
                 )
     if where.name != "reference":
-        _compare("value", _run(fn, arrays, where), _run(fn, arrays, "reference"), device_tolerance, where, 0)
-        for i, ours, right in zip(floats, _gradients(weighted, arrays, floats, where), gradients, strict=True):
+        _compare(
+            "value",
+            _run(fn, arrays, where),
+            _run(fn, arrays, "reference"),
+            device_tolerance,
+            where,
+            0,
+        )
+        for i, ours, right in zip(
+            floats, _gradients(weighted, arrays, floats, where), gradients, strict=True
+        ):
             _compare("gradient", ours, right, device_tolerance, where, i)
     if order > 1:
 
         def gradient_sum(*tensors: Tensor) -> Tensor:
             with grad_tape():
                 parts = grad(weighted(*tensors), [tensors[i] for i in floats], allow_unused=True)
-            # A nonlinear function of the gradients, so that constant ones still count as differentiable.
+            # A nonlinear function of the gradients, so that constant ones still count as
+            # differentiable.
             total = sum(mul(tensors[floats[0]], 0.0))
             for part in parts:
                 if part is not None:
@@ -84,8 +99,9 @@ def gradcheck(
             return total
 
         gradcheck(
-            gradient_sum, arrays, device=where, order=order - 1, directions=directions, epsilon=epsilon,
-            tolerance=tolerance * 10, device_tolerance=device_tolerance * 10, seed=seed + 1,
+            gradient_sum, arrays, device=where, order=order - 1, directions=directions,
+            epsilon=epsilon, tolerance=tolerance * 10, device_tolerance=device_tolerance * 10,
+            seed=seed + 1,
         )  # fmt: skip
 
 
@@ -103,19 +119,30 @@ def _run(fn: Callable[..., Tensor], arrays: Arrays, where: Device | str) -> np.n
         return fn(*_tensors(arrays)).numpy()
 
 
-def _gradients(fn: Callable[..., Tensor], arrays: Arrays, floats: list[int], where: Device | str) -> Arrays:
+def _gradients(
+    fn: Callable[..., Tensor], arrays: Arrays, floats: list[int], where: Device | str
+) -> Arrays:
     with device(where):
         tensors = _tensors(arrays)
         with grad_tape():
             value = fn(*tensors)
         wanted = [tensors[i] for i in floats]
-        found: list[Any] = grad(value, wanted, allow_unused=True) if value.requires_grad else [None] * len(wanted)
-        return [np.zeros(t.shape) if g is None else g.numpy() for t, g in zip(wanted, found, strict=True)]
+        found: list[Any] = (
+            grad(value, wanted, allow_unused=True) if value.requires_grad else [None] * len(wanted)
+        )
+        return [
+            np.zeros(t.shape) if g is None else g.numpy()
+            for t, g in zip(wanted, found, strict=True)
+        ]
 
 
-def _slope(fn: Callable[..., Tensor], arrays: Arrays, i: int, along: np.ndarray, epsilon: float) -> float:
+def _slope(
+    fn: Callable[..., Tensor], arrays: Arrays, i: int, along: np.ndarray, epsilon: float
+) -> float:
     """Return the central difference of a scalar fn at input i along a direction."""
-    shifted = [[*arrays[:i], arrays[i] + sign * epsilon * along, *arrays[i + 1 :]] for sign in (1, -1)]
+    shifted = [
+        [*arrays[:i], arrays[i] + sign * epsilon * along, *arrays[i + 1 :]] for sign in (1, -1)
+    ]
     ahead, behind = (float(_run(fn, moved, "reference")) for moved in shifted)
     return (ahead - behind) / (2 * epsilon)
 
@@ -125,22 +152,29 @@ def _close(ours: float, right: float, gradient: np.ndarray, tolerance: float) ->
     return bool(abs(ours - right) <= tolerance * scale)
 
 
-def _report_worst(fn: Callable[..., Tensor], arrays: Arrays, i: int, gradient: np.ndarray, epsilon: float) -> None:
+def _report_worst(
+    fn: Callable[..., Tensor], arrays: Arrays, i: int, gradient: np.ndarray, epsilon: float
+) -> None:
     """Raise with the element of input i whose gradient is furthest from its central difference."""
     worst = (-1.0, (), 0.0)
     for index in np.ndindex(arrays[i].shape):
         along = np.zeros(arrays[i].shape)
         along[index] = 1.0
         expected = _slope(fn, arrays, i, along, epsilon)
-        worst = max(worst, (abs(float(gradient[index]) - expected), index, expected), key=lambda w: w[0])
+        worst = max(
+            worst, (abs(float(gradient[index]) - expected), index, expected), key=lambda w: w[0]
+        )
     _, index, expected = worst
     raise GradCheckError(
-        f"gradcheck: worst in input {i} at index {index}: the rule gives {float(gradient[index]):.9g}, central differences "
+        f"gradcheck: worst in input {i} at index {index}: the rule gives "
+        f"{float(gradient[index]):.9g}, central differences "
         f"{expected:.9g}"
     )
 
 
-def _compare(what: str, ours: np.ndarray, right: np.ndarray, tolerance: float, where: Device, i: int) -> None:
+def _compare(
+    what: str, ours: np.ndarray, right: np.ndarray, tolerance: float, where: Device, i: int
+) -> None:
     finite = np.abs(right[np.isfinite(right)])
     limit = tolerance * max(1.0, float(finite.max()) if finite.size else 1.0)
     same = (ours == right) | (np.isnan(ours) & np.isnan(right))
@@ -149,6 +183,7 @@ def _compare(what: str, ours: np.ndarray, right: np.ndarray, tolerance: float, w
     if distance.size and distance.max() > limit:
         index = tuple(int(k) for k in np.unravel_index(np.argmax(distance), distance.shape))
         raise GradCheckError(
-            f"gradcheck: {what} of input {i} on {where.name} differs from the reference, worst at index {index}: "
+            f"gradcheck: {what} of input {i} on {where.name} differs from the reference, worst at "
+            f"index {index}: "
             f"{float(ours[index]):.9g} on {where.name}, {float(right[index]):.9g} on reference"
         )

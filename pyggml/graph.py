@@ -1,11 +1,14 @@
-"""What is recorded: ops, nodes, the frames that number a node's inputs, and the table that makes equal nodes one object.
+"""What is recorded: ops, nodes, the frames that number a node's inputs, and the table that makes
+equal nodes one object.
 
-A Node is a frozen record of one operation. Equal records are the same object (hash-consing, Ershov 1958), so the structure of
-a whole program is known by the identity of its last nodes: looking up a plan costs one dictionary access, however many ops were
-recorded, and recording an op that was recorded before costs one too.
+A Node is a frozen record of one operation. Equal records are the same object (hash-consing, Ershov
+1958), so the structure of a whole program is known by the identity of its last nodes: looking up a
+plan costs one dictionary access, however many ops were recorded, and recording an op that was
+recorded before costs one too.
 
-For that to hold from step to step, a node must not mention its data. Data live in Sources; a Frame numbers the Sources that a
-program reads, in the order in which they were first used, and the leaf nodes carry only that number.
+For that to hold from step to step, a node must not mention its data. Data live in Sources; a Frame
+numbers the Sources that a program reads, in the order in which they were first used, and the leaf
+nodes carry only that number.
 """
 
 from __future__ import annotations
@@ -38,16 +41,21 @@ class Spec(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """One operation: four rules under one name. Inputs are positional, settings keyword-only, in each of them.
+    """One operation: four rules under one name. Inputs are positional, settings keyword-only, in
+    each of them.
 
-    - shape(*inputs, **settings) -> Spec: the type checker. Raises on all that the matching ggml constructor would assert.
-    - lower(b, *inputs, **settings) -> ggml tensor: the graph node or nodes; b is a lowering.Lowering.
-    - grad(g, out, *inputs, **settings) -> a Tensor, or a tuple with a Tensor or None for each input: written in ops, so it
-      is recorded like any other computation. Summing a broadcast gradient back is the engine's work, not the rule's.
+    - shape(*inputs, **settings) -> Spec: the type checker. Raises on all that the matching ggml
+      constructor would assert.
+    - lower(b, *inputs, **settings) -> ggml tensor: the graph node or nodes; b is a
+      lowering.Lowering.
+    - grad(g, out, *inputs, **settings) -> a Tensor, or a tuple with a Tensor or None for each
+      input: written in ops, so it is recorded like any other computation. Summing a broadcast
+      gradient back is the engine's work, not the rule's.
     - reference(*inputs, **settings) -> ndarray: NumPy's formula in float64.
 
-    ``grad=None`` says that no rule is written (an error when asked for); ``differentiable=False`` that the result does not
-    depend smoothly on anything. ``mutates`` lists the inputs that the op changes in place.
+    ``grad=None`` says that no rule is written (an error when asked for); ``differentiable=False``
+    that the result does not depend smoothly on anything. ``mutates`` lists the inputs that the op
+    changes in place.
     """
 
     name: str
@@ -70,7 +78,9 @@ OPS: dict[str, Op] = {}
 
 
 class Mode(NamedTuple):
-    """How ops are recorded at the moment: on a tape or not, and inside which checkpointed segment (0 is none)."""
+    """How ops are recorded at the moment: on a tape or not, and inside which checkpointed segment
+    (0 is none).
+    """
 
     taped: bool
     segment: int
@@ -80,12 +90,20 @@ PLAIN = Mode(False, 0)
 
 
 class Node:
-    """One recorded operation; equal ones are one object. ``order`` grows with creation, so inputs come first by it."""
+    """One recorded operation; equal ones are one object. ``order`` grows with creation, so inputs
+    come first by it.
+    """
 
     __slots__ = ("op", "inputs", "settings", "mode", "shape", "dtype", "requires_grad", "order")
 
     def __init__(
-        self, op: Op, inputs: tuple[Node, ...], settings: tuple, mode: Mode, spec: Spec, requires_grad: bool
+        self,
+        op: Op,
+        inputs: tuple[Node, ...],
+        settings: tuple,
+        mode: Mode,
+        spec: Spec,
+        requires_grad: bool,
     ) -> None:
         self.op = op
         self.inputs = inputs
@@ -102,7 +120,9 @@ class Node:
 _order = itertools.count()
 _nodes: dict[tuple, Node] = {}
 MAX_NODES = 1 << 18
-"""Bound on the table of nodes; when it is full, the table and all that is derived from it start anew."""
+"""Bound on the table of nodes; when it is full, the table and all that is derived from it start
+anew.
+"""
 
 
 class DerivedCache(dict):
@@ -125,13 +145,17 @@ def clear_nodes() -> None:
 
 
 def make_node(key: tuple) -> Node:
-    """Create the node for a key (op, settings, mode, *inputs) that the table lacks; the shape rule checks it."""
+    """Create the node for a key (op, settings, mode, *inputs) that the table lacks; the shape rule
+    checks it.
+    """
     op, settings, mode, *inputs = key
     spec = op.shape(*inputs, **dict(settings))
     requires_grad = mode.taped and op.differentiable and any(node.requires_grad for node in inputs)
     if len(_nodes) >= MAX_NODES:
         clear_nodes()
-    if not requires_grad and mode is not PLAIN:  # the mode makes no difference: share the plain node
+    if (
+        not requires_grad and mode is not PLAIN
+    ):  # the mode makes no difference: share the plain node
         node = find_node((op, settings, PLAIN, *inputs))
     else:
         node = Node(op, tuple(inputs), settings, mode, spec, requires_grad)
@@ -156,7 +180,9 @@ def source_node(index: int, shape: Shape, dtype: DType, requires_grad: bool) -> 
     node = _nodes.get(key)
     if node is None:
         settings = (("index", index),)
-        node = _nodes.setdefault(key, Node(SOURCE, (), settings, PLAIN, Spec(shape, dtype), requires_grad))
+        node = _nodes.setdefault(
+            key, Node(SOURCE, (), settings, PLAIN, Spec(shape, dtype), requires_grad)
+        )
     return node
 
 
@@ -168,9 +194,21 @@ def source_index(node: Node) -> int:
 class Source:
     """A value that exists: a parameter, a batch, or a result. Its storage belongs to one device."""
 
-    __slots__ = ("shape", "dtype", "device", "storage", "version", "requires_grad", "owner", "label_range", "node")
+    __slots__ = (
+        "shape",
+        "dtype",
+        "device",
+        "storage",
+        "version",
+        "requires_grad",
+        "owner",
+        "label_range",
+        "node",
+    )
 
-    def __init__(self, shape: Shape, dtype: DType, device: Device, storage: Any, requires_grad: bool = False) -> None:
+    def __init__(
+        self, shape: Shape, dtype: DType, device: Device, storage: Any, requires_grad: bool = False
+    ) -> None:
         self.shape = shape
         self.dtype = dtype
         self.device = device
@@ -178,17 +216,30 @@ class Source:
         self.version = 0  # grows with every change in place
         self.requires_grad = requires_grad
         self.owner: weakref.ref[Tensor] | None = None  # the leaf tensor that collects .grad
-        self.label_range: tuple[int, int] | None = None  # smallest and largest integer, once somebody asked
+        self.label_range: tuple[int, int] | None = (
+            None  # smallest and largest integer, once somebody asked
+        )
         self.node: Node | None = None  # the leaf node that stood for it last
 
 
 class Frame:
-    """The sources of one program, numbered in order of first use, and the handles to what was recorded on them.
+    """The sources of one program, numbered in order of first use, and the handles to what was
+    recorded on them.
 
-    A frame ends when all its living handles have values and none of them can be differentiated any more.
+    A frame ends when all its living handles have values and none of them can be differentiated any
+    more.
     """
 
-    __slots__ = ("device", "sources", "versions", "nodes", "handles", "ended", "tape_closed", "segments")
+    __slots__ = (
+        "device",
+        "sources",
+        "versions",
+        "nodes",
+        "handles",
+        "ended",
+        "tape_closed",
+        "segments",
+    )
 
     def __init__(self, device: Device | None) -> None:
         self.device: Device = device  # type: ignore[assignment]  # only NOWHERE has none
@@ -201,7 +252,9 @@ class Frame:
         self.segments = 0
 
     def bind(self, source: Source) -> Node:
-        """Return the leaf node of a source, numbering it if it is new; raise StaleError if it has changed since."""
+        """Return the leaf node of a source, numbering it if it is new; raise StaleError if it has
+        changed since.
+        """
         node = self.nodes.get(source)
         if node is not None:
             if not self.is_current(source):
@@ -209,31 +262,45 @@ class Frame:
             return node
         index = len(self.sources)
         node = source.node  # a step like the last one gives it the same number
-        if node is None or source_index(node) != index or node.requires_grad != source.requires_grad:
-            node = source.node = source_node(index, source.shape, source.dtype, source.requires_grad)
+        if (
+            node is None
+            or source_index(node) != index
+            or node.requires_grad != source.requires_grad
+        ):
+            node = source.node = source_node(
+                index, source.shape, source.dtype, source.requires_grad
+            )
         self.sources.append(source)
         self.versions.append(source.version)
         self.nodes[source] = node
         return node
 
     def is_current(self, source: Source) -> bool:
-        """Tell whether a source still has the value, and the need for a gradient, that it was bound with, if it was."""
+        """Tell whether a source still has the value, and the need for a gradient, that it was bound
+        with, if it was.
+        """
         node = self.nodes.get(source)
         return node is None or (
-            self.versions[source_index(node)] == source.version and node.requires_grad == source.requires_grad
+            self.versions[source_index(node)] == source.version
+            and node.requires_grad == source.requires_grad
         )
 
     def is_pending(self) -> bool:
         """Tell whether somebody holds a value that has not been computed."""
-        return any((tensor := reference()) is not None and tensor._source is None for reference in self.handles)
+        return any(
+            (tensor := reference()) is not None and tensor._source is None
+            for reference in self.handles
+        )
 
     def check_current(self) -> None:
         """Raise StaleError if a source has changed since it was bound."""
         for source, version in zip(self.sources, self.versions, strict=True):
             if source.version != version:
                 raise StaleError(
-                    f"this value was recorded with a {source.shape} parameter that has changed since, so it can no longer "
-                    "be computed; read it (for example .item()) before the update, or record it again"
+                    f"this value was recorded with a {source.shape} parameter that has changed "
+                    "since, so it can no longer "
+                    "be computed; read it (for example .item()) before the update, or record it "
+                    "again"
                 )
 
     def end(self, reason: str) -> None:
@@ -251,11 +318,15 @@ NOWHERE.end("it was not recorded on one")
 
 
 class State(threading.local):
-    """What is per thread: the current device, the recording mode, and the open frame of each device."""
+    """What is per thread: the current device, the recording mode, and the open frame of each
+    device.
+    """
 
     def __init__(self) -> None:
         self.mode = PLAIN
-        self.blocks: list[tuple[object, bool]] = []  # open grad_tape and no_grad blocks; the last one decides
+        self.blocks: list[
+            tuple[object, bool]
+        ] = []  # open grad_tape and no_grad blocks; the last one decides
         self.device: Device | None = None  # None: the process-wide default
         self.frames: dict[Device, Frame] = {}
         self.frame = NOWHERE  # the one used last

@@ -1,6 +1,7 @@
 """What an op's lowering is written with: ggml constructors on NumPy's shapes.
 
-NumPy's row-major shape (a, b, c) is ggml's ne = [c, b, a, 1]; that reversal stands here, in `ne_of`, and nowhere else.
+NumPy's row-major shape (a, b, c) is ggml's ne = [c, b, a, 1]; that reversal stands here, in
+`ne_of`, and nowhere else.
 """
 
 from __future__ import annotations
@@ -40,11 +41,15 @@ class Lowering:
         return lib.ggml_new_tensor(self.ctx, dtype.ggml, MAX_DIMS, ne_of(shape))
 
     def contiguous(self, tensor: GgmlTensor) -> GgmlTensor:
-        """Return the tensor with its elements in order in memory: itself if they are, else one copy for all who ask."""
+        """Return the tensor with its elements in order in memory: itself if they are, else one copy
+        for all who ask.
+        """
         if lib.ggml_is_contiguous(tensor):
             # An axis of size 1 may have any stride there, but not in all of ggml's kernels.
             size = lib.ggml_element_size(tensor)
-            ordered = [tensor.nb[i] == size * prod(tensor.ne[k] for k in range(i)) for i in range(MAX_DIMS)]
+            ordered = [
+                tensor.nb[i] == size * prod(tensor.ne[k] for k in range(i)) for i in range(MAX_DIMS)
+            ]
             return tensor if all(ordered) else lib.ggml_reshape(self.ctx, tensor, tensor)
         copy = self._contiguous.get(tensor)
         if copy is None:
@@ -62,8 +67,12 @@ class Lowering:
             return tensor
         return lib.ggml_repeat_4d(self.ctx, self.contiguous(tensor), *ne)
 
-    def binary(self, constructor: Any, a: GgmlTensor, b: GgmlTensor, commutative: bool) -> GgmlTensor:
-        """Apply ggml's binary op, which broadcasts its second operand only, under NumPy's rule for both."""
+    def binary(
+        self, constructor: Any, a: GgmlTensor, b: GgmlTensor, commutative: bool
+    ) -> GgmlTensor:
+        """Apply ggml's binary op, which broadcasts its second operand only, under NumPy's rule for
+        both.
+        """
         sizes_a, sizes_b = list(a.ne), list(b.ne)
         if commutative and any(m < n for m, n in zip(sizes_a, sizes_b, strict=True)):
             a, b, sizes_a, sizes_b = b, a, sizes_b, sizes_a

@@ -1,7 +1,8 @@
 """From pending values to a program, and from a program to a plan that is kept and run again.
 
-A Program is the list of steps in the order in which they will run. A device compiles it to a Plan, which is cached under the
-identity of the program's last nodes: the next step with the same structure finds it at once.
+A Program is the list of steps in the order in which they will run. A device compiles it to a Plan,
+which is cached under the identity of the program's last nodes: the next step with the same
+structure finds it at once.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ class Step:
 class Program:
     """What one run does: sources and given values in, steps in order, outputs out, effects last.
 
-    Effects are nodes that change sources in place (Op.mutates). They come after every other step, so whatever reads a
-    parameter reads the value it was recorded with.
+    Effects are nodes that change sources in place (Op.mutates). They come after every other step,
+    so whatever reads a parameter reads the value it was recorded with.
     """
 
-    def __init__(self, outputs: Sequence[Node], effects: Sequence[Node], given: Sequence[Node]) -> None:
+    def __init__(
+        self, outputs: Sequence[Node], effects: Sequence[Node], given: Sequence[Node]
+    ) -> None:
         made: dict[Node, Step] = {node: Step(node) for node in given}
         self.given = list(made.values())
         self.sources: list[tuple[int, Step]] = []
@@ -63,7 +66,9 @@ class Plan(Protocol):
 
 
 def graph_order(roots: Iterable[Node], stop: Any = ()) -> list[Node]:
-    """Return the roots and all that they depend on, inputs first, in the order of recording; do not look behind ``stop``."""
+    """Return the roots and all that they depend on, inputs first, in the order of recording; do not
+    look behind ``stop``.
+    """
     seen = set(roots)
     stack = list(seen)
     while stack:
@@ -82,9 +87,11 @@ def _order_of(node: Node) -> int:
 
 
 def evaluate(frame: Frame, wanted: Tensor | None = None, effects: tuple[Node, ...] = ()) -> None:
-    """Compute what is pending in a frame and held by somebody, then apply effects; everything in one run.
+    """Compute what is pending in a frame and held by somebody, then apply effects; everything in
+    one run.
 
-    Handles keep their place on the tape as long as one of them can be differentiated; then, or after effects, the frame ends.
+    Handles keep their place on the tape as long as one of them can be differentiated; then, or
+    after effects, the frame ends.
     """
     frame.check_current()
     handles: list[Tensor] = []
@@ -104,7 +111,9 @@ def evaluate(frame: Frame, wanted: Tensor | None = None, effects: tuple[Node, ..
     if wanted is not None and wanted._source is None and wanted._at[1] not in outputs:
         handles.append(wanted)
         outputs[wanted._at[1]] = None
-    for node in given.keys() & outputs.keys():  # a second handle of something that has been computed
+    for node in (
+        given.keys() & outputs.keys()
+    ):  # a second handle of something that has been computed
         outputs[node] = given[node]
 
     device = frame.device
@@ -126,7 +135,9 @@ def evaluate(frame: Frame, wanted: Tensor | None = None, effects: tuple[Node, ..
         frame.end("its parameters have been updated since")
         return
     frame.handles = living
-    if not any(node.requires_grad for node in outputs) and not any(node.requires_grad for node in given):
+    if not any(node.requires_grad for node in outputs) and not any(
+        node.requires_grad for node in given
+    ):
         frame.end("it was computed outside of a tape")
 
 

@@ -1,4 +1,6 @@
-"""The `reference` device: every op's NumPy formula in float64, run over the same tape. Slow, and right: the oracle."""
+"""The `reference` device: every op's NumPy formula in float64, run over the same tape. Slow, and
+right: the oracle.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,12 @@ class ReferencePlan:
 
     def run(self, sources: Sequence[Source], given: Sequence[Source]) -> list[Any]:
         program = self.program
-        values: dict[Step, np.ndarray] = {step: sources[index].storage.array for index, step in program.sources}
-        values.update((step, source.storage.array) for step, source in zip(program.given, given, strict=True))
+        values: dict[Step, np.ndarray] = {
+            step: sources[index].storage.array for index, step in program.sources
+        }
+        values.update(
+            (step, source.storage.array) for step, source in zip(program.given, given, strict=True)
+        )
         left = self.uses.copy()
         with np.errstate(all="ignore"):
             for step in program.steps:
@@ -69,15 +75,21 @@ class ReferencePlan:
                         del values[parent]
             outputs = [ReferenceStorage(np.array(values[step])) for step in program.outputs]
             for step in program.effects:
-                changed = step.node.op.reference(*(values[i] for i in step.inputs), **dict(step.node.settings))
+                changed = step.node.op.reference(
+                    *(values[i] for i in step.inputs), **dict(step.node.settings)
+                )
                 for index, value in zip(step.node.op.mutates, changed, strict=True):
                     values[step.inputs[index]][...] = value
         return outputs
 
     def _compute(self, step: Step, values: dict[Step, np.ndarray]) -> np.ndarray:
         node = step.node
-        result = np.asarray(node.op.reference(*(values[i] for i in step.inputs), **dict(node.settings)))
-        assert result.shape == node.shape, f"{node.op.name}: reference gives {result.shape}, shape rule {node.shape}"
+        result = np.asarray(
+            node.op.reference(*(values[i] for i in step.inputs), **dict(node.settings))
+        )
+        assert result.shape == node.shape, (
+            f"{node.op.name}: reference gives {result.shape}, shape rule {node.shape}"
+        )
         return result.astype(self.device.numpy_dtype(node.dtype), copy=False)
 
     def close(self) -> None:

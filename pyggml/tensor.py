@@ -1,7 +1,8 @@
-"""The handle that people hold: a value that exists, or one that is recorded and computed when somebody looks.
+"""The handle that people hold: a value that exists, or one that is recorded and computed when
+somebody looks.
 
-A Tensor points at a place: a frame and a node in it (`_at`). Once it has a value it also has a Source, and can be taken into
-any later frame as an input.
+A Tensor points at a place: a frame and a node in it (`_at`). Once it has a value it also has a
+Source, and can be taken into any later frame as an input.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ _nodes = graph._nodes  # the table itself: record() runs for every op of every s
 
 
 class Tensor:
-    """A value on one device, of up to four dimensions: computed already, or recorded and computed when looked at.
+    """A value on one device, of up to four dimensions: computed already, or recorded and computed
+    when looked at.
 
-    Make one with ag.tensor or ag.param. Operators follow NumPy's rules and mean the ag operation of the same name.
+    Make one with ag.tensor or ag.param. Operators follow NumPy's rules and mean the ag operation of
+    the same name.
 
     >>> from pyggml import ag
     >>> x = ag.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -80,14 +83,19 @@ class Tensor:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether gradients flow into this tensor. Can be set on a leaf, which freezes or frees a parameter."""
+        """Whether gradients flow into this tensor. Can be set on a leaf, which freezes or frees a
+        parameter.
+        """
         return self._at[1].requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         source = self._source
         if source is None or not self.is_leaf:
-            raise GradError("requires_grad: can be set on a parameter or a tensor made from data; use ag.detach here")
+            raise GradError(
+                "requires_grad: can be set on a parameter or a tensor made from data; use "
+                "ag.detach here"
+            )
         if value and not source.dtype.is_float:
             raise DTypeError(f"requires_grad: needs a float tensor; got {source.dtype}")
         source.requires_grad = bool(value)
@@ -111,7 +119,9 @@ class Tensor:
         Raises ShapeError if there is not exactly one.
         """
         if self.size != 1:
-            raise ShapeError(f"item: needs exactly one element; got shape {self.shape}; use .numpy()")
+            raise ShapeError(
+                f"item: needs exactly one element; got shape {self.shape}; use .numpy()"
+            )
         return self.numpy().item()
 
     def tolist(self) -> Any:
@@ -123,10 +133,14 @@ class Tensor:
         return ops.detach(self)
 
     def assign(self, value: TensorLike) -> None:
-        """Overwrite a leaf's value in place. Values pending on the old one can no longer be computed."""
+        """Overwrite a leaf's value in place. Values pending on the old one can no longer be
+        computed.
+        """
         source = self._source
         if source is None or not self.is_leaf:
-            raise GradError("assign: only a parameter or a tensor made from data can be overwritten")
+            raise GradError(
+                "assign: only a parameter or a tensor made from data can be overwritten"
+            )
         data = value.numpy() if isinstance(value, Tensor) else value
         array = as_array(data, source.dtype, op="assign", double=source.device.double)
         if array.shape != source.shape:
@@ -140,7 +154,9 @@ class Tensor:
         if self._source is None:
             frame, node = self._at
             if frame.ended:
-                raise PyggmlError("this value was released before it was computed")  # a handle made by hand
+                raise PyggmlError(
+                    "this value was released before it was computed"
+                )  # a handle made by hand
             evaluate(frame, self)
             assert self._source is not None
         return self._source
@@ -255,7 +271,9 @@ def _new(at: tuple[Frame, Node], source: Source | None, cls: type[Tensor] = Tens
 
 
 def pending(node: Node, frame: Frame) -> Tensor:
-    """Return a handle for a recorded node: kept as an output of the next run for as long as somebody holds it."""
+    """Return a handle for a recorded node: kept as an output of the next run for as long as
+    somebody holds it.
+    """
     tensor = _new((frame, node), None)
     frame.handles.append(ref(tensor))
     return tensor
@@ -268,7 +286,11 @@ def passing(node: Node, frame: Frame) -> Tensor:
 
 def from_source(source: Source, cls: type[Tensor] = Tensor) -> Tensor:
     """Return a handle for a value that exists."""
-    tensor = _new((NOWHERE, graph.source_node(0, source.shape, source.dtype, source.requires_grad)), source, cls)
+    tensor = _new(
+        (NOWHERE, graph.source_node(0, source.shape, source.dtype, source.requires_grad)),
+        source,
+        cls,
+    )
     if source.requires_grad:
         source.owner = ref(tensor)
     return tensor
@@ -287,14 +309,20 @@ def make_tensor(
     if isinstance(data, Tensor):
         data = data.numpy()
     where = resolve_device(device)
-    array = as_array(data, as_dtype(dtype) if dtype is not None else None, op=op, double=where.double)
+    array = as_array(
+        data, as_dtype(dtype) if dtype is not None else None, op=op, double=where.double
+    )
     if array.ndim > MAX_DIMS:
-        raise ShapeError(f"{op}: at most {MAX_DIMS} dimensions; got shape {array.shape}; merge some with reshape")
+        raise ShapeError(
+            f"{op}: at most {MAX_DIMS} dimensions; got shape {array.shape}; merge some with reshape"
+        )
     if array.size == 0:
         raise ShapeError(f"{op}: needs at least one element; got shape {array.shape}")
     kind = float32 if array.dtype.kind == "f" else int32
     if requires_grad and kind is not float32:
-        raise DTypeError(f"{op}: gradients need floating point; got {array.dtype}; pass dtype='float32'")
+        raise DTypeError(
+            f"{op}: gradients need floating point; got {array.dtype}; pass dtype='float32'"
+        )
     source = Source(array.shape, kind, where, where.upload(array, kind), requires_grad)
     return from_source(source, cls)
 
@@ -303,7 +331,8 @@ def make_tensor(
 
 
 def record(op: Op, *inputs: TensorLike, **settings: Any) -> Tensor:
-    """Record one operation on tensors and return the handle of its result. The shape rule runs at once.
+    """Record one operation on tensors and return the handle of its result. The shape rule runs at
+    once.
 
     All inputs must be on one device; a number or an array is taken as a float tensor there.
     """
@@ -321,7 +350,10 @@ def record(op: Op, *inputs: TensorLike, **settings: Any) -> Tensor:
                 node = frame.bind(source)
                 tensor._at = (frame, node)  # type: ignore[union-attr]
             nodes.append(node)
-    except (AttributeError, StaleError):  # a number or an array; a source that was bound with an older value
+    except (
+        AttributeError,
+        StaleError,
+    ):  # a number or an array; a source that was bound with an older value
         return _record_across(op, inputs, settings)
     key = (op, tuple(settings.items()), state.mode, *nodes)
     node = _nodes.get(key) or make_node(key)
@@ -329,7 +361,9 @@ def record(op: Op, *inputs: TensorLike, **settings: Any) -> Tensor:
 
 
 def _record_across(op: Op, inputs: tuple[Any, ...], settings: dict[str, Any]) -> Tensor:
-    """Record an op of which an input is not in the frame used last: take all inputs into one frame first."""
+    """Record an op of which an input is not in the frame used last: take all inputs into one frame
+    first.
+    """
     like = next((value for value in inputs if isinstance(value, Tensor)), None)
     tensors = tuple(as_tensor(value, like, op=op.name) for value in inputs)
     frame = frame_for(tensors, op.name)
@@ -338,13 +372,16 @@ def _record_across(op: Op, inputs: tuple[Any, ...], settings: dict[str, Any]) ->
 
 
 def frame_for(tensors: tuple[Tensor, ...], op: str) -> Frame:
-    """Return this thread's open frame for the one device of the tensors, fresh if a source has changed under it."""
+    """Return this thread's open frame for the one device of the tensors, fresh if a source has
+    changed under it.
+    """
     device = tensors[0].device
     for tensor in tensors:
         if tensor.device is not device:
             names = ", ".join(t.device.name for t in tensors)
             raise DeviceError(
-                f"{op}: all inputs must live on one device; got {names}; move one with ag.tensor(x, device=...)"
+                f"{op}: all inputs must live on one device; got {names}; move one with "
+                "ag.tensor(x, device=...)"
             )
     frame = state.open_frame(device)
     for tensor in tensors:
@@ -355,7 +392,9 @@ def frame_for(tensors: tuple[Tensor, ...], op: str) -> Frame:
 
 
 def node_in(tensor: Tensor, frame: Frame) -> Node:
-    """Return the node that stands for a tensor in a frame, taking the tensor in if it is not there yet."""
+    """Return the node that stands for a tensor in a frame, taking the tensor in if it is not there
+    yet.
+    """
     at, node = tensor._at
     if at is frame:
         return node
@@ -377,11 +416,15 @@ def _graft(root: Node, origin: Frame, frame: Frame) -> Node:
         if node.op is SOURCE:
             moved[node] = frame.bind(origin.sources[graph.source_index(node)])
         else:
-            moved[node] = find_node((node.op, node.settings, node.mode, *(moved[i] for i in node.inputs)))
+            moved[node] = find_node(
+                (node.op, node.settings, node.mode, *(moved[i] for i in node.inputs))
+            )
     return moved[root]
 
 
-def as_tensor(value: TensorLike, like: Tensor | None = None, *, op: str, dtype: DType | None = float32) -> Tensor:
+def as_tensor(
+    value: TensorLike, like: Tensor | None = None, *, op: str, dtype: DType | None = float32
+) -> Tensor:
     """Return value as a Tensor: itself, or a number or array copied to the device of ``like``."""
     if isinstance(value, Tensor):
         return value

@@ -1,4 +1,6 @@
-"""The op table: one row for each op and each way of using it that runs other code. test_ops.py runs every row."""
+"""The op table: one row for each op and each way of using it that runs other code. test_ops.py runs
+every row.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def labels(classes: int) -> Domain:
 
 @dataclass
 class Row:
-    """One op at work: fn on inputs of these shapes, drawn from these domains (the last one repeats)."""
+    """One op at work: fn on inputs of these shapes, drawn from these domains (the last one
+    repeats).
+    """
 
     name: str
     fn: Callable[..., Any]
@@ -45,7 +49,9 @@ class Row:
     def inputs(self, seed: int) -> list[np.ndarray]:
         generator = np.random.default_rng(seed)
         domains = [*self.domains, *[self.domains[-1]] * (len(self.shapes) - len(self.domains))]
-        return [domain(generator, shape) for domain, shape in zip(domains, self.shapes, strict=True)]
+        return [
+            domain(generator, shape) for domain, shape in zip(domains, self.shapes, strict=True)
+        ]
 
 
 ROWS = [
@@ -75,7 +81,9 @@ ROWS = [
     Row("reshape of a transpose", lambda x: ag.reshape(x.T, (6,)), [(2, 3)]),
     Row("permute", lambda x: ag.permute(x, (2, 0, 1)) * 1.0, [(2, 3, 4)]),
     Row("permute 4-D", lambda x: ag.permute(x, (0, 2, 1, 3)), [(2, 3, 4, 2)]),
-    Row("transpose of a transpose", lambda x: ag.transpose(ag.transpose(x, 0, 2), 0, 1), [(2, 3, 4)]),
+    Row(
+        "transpose of a transpose", lambda x: ag.transpose(ag.transpose(x, 0, 2), 0, 1), [(2, 3, 4)]
+    ),
     Row("broadcast_to", lambda x: ag.broadcast_to(x, (2, 3, 4)), [(3, 1)]),
     # reductions
     Row("sum", ag.sum, [(3, 4)]),
@@ -95,14 +103,24 @@ ROWS = [
     Row("matmul 4-D", lambda a, b: a @ ag.transpose(b, -1, -2), [(2, 2, 3, 4), (2, 2, 5, 4)]),
     Row("matmul left batch broadcast", ag.matmul, [(3, 4), (2, 4, 2)]),
     Row("matmul both batches broadcast", ag.matmul, [(2, 1, 3, 4), (3, 4, 2)]),
-    Row("matmul of strided operands", lambda a, b: ag.permute(a, (1, 0, 2)) @ ag.permute(b, (1, 2, 0)), [(3, 2, 4), (5, 2, 4)]),
+    Row(
+        "matmul of strided operands",
+        lambda a, b: ag.permute(a, (1, 0, 2)) @ ag.permute(b, (1, 2, 0)),
+        [(3, 2, 4), (5, 2, 4)],
+    ),
     Row("matmul of vectors", ag.matmul, [(4,), (4,)]),
     Row("matmul vector left", ag.matmul, [(4,), (2, 4, 3)]),
     Row("matmul vector right", ag.matmul, [(2, 3, 4), (4,)]),
     # losses
     Row("mse_loss", ag.mse_loss, [(3, 4), (3, 4)]),
     Row("mse_loss none", lambda a, b: ag.mse_loss(a, b, reduction="none"), [(3,), (3,)]),
-    Row("softmax_cross_entropy", ag.softmax_cross_entropy, [(4, 5), (4,)], [normal, labels(5)], order=1),
+    Row(
+        "softmax_cross_entropy",
+        ag.softmax_cross_entropy,
+        [(4, 5), (4,)],
+        [normal, labels(5)],
+        order=1,
+    ),
     Row(
         "softmax_cross_entropy smooth",
         lambda x, y: ag.softmax_cross_entropy(x, y, label_smoothing=0.1, reduction="sum"),
@@ -117,4 +135,4 @@ ROWS = [
         [normal, labels(3)],
         order=1,
     ),
-]  # fmt: skip
+]

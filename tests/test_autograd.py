@@ -90,7 +90,9 @@ def test_expand_transpose_reshape_then_matmul_routes_the_gradient_back():
     column = [[1.0], [2.0], [3.0], [4.0]]
 
     def fn(x):
-        return ag.sum(ag.reshape(ag.transpose(ag.broadcast_to(x, (2, 2))), (1, 4)) @ ag.tensor(column))
+        return ag.sum(
+            ag.reshape(ag.transpose(ag.broadcast_to(x, (2, 2))), (1, 4)) @ ag.tensor(column)
+        )
 
     assert gradient(fn, [[1.0, 2.0]])[0].tolist() == [[3.0, 7.0]]
 
@@ -210,7 +212,9 @@ def test_outside_a_tape_nothing_is_recorded_for_gradients():
     w = ag.param([1.0])
     loss = ag.sum(w * 2.0)
     assert not loss.requires_grad
-    with pytest.raises(pg.GradError, match="backward: this value does not depend on a parameter on a tape"):
+    with pytest.raises(
+        pg.GradError, match="backward: this value does not depend on a parameter on a tape"
+    ):
         ag.backward(loss)
 
 
@@ -334,7 +338,9 @@ def test_grad_of_an_unrelated_tensor_is_an_error_or_none_on_request():
     x, other = ag.param(2.0), ag.param(1.0)
     with ag.grad_tape():
         y = x * x
-    with pytest.raises(pg.GradError, match=r"grad: the value does not depend on the tensor of shape \(\)"):
+    with pytest.raises(
+        pg.GradError, match=r"grad: the value does not depend on the tensor of shape \(\)"
+    ):
         ag.grad(y, other)
     assert ag.grad(y, [other], allow_unused=True) == [None]
 
@@ -351,7 +357,9 @@ def test_backward_of_several_elements_without_seed_says_what_to_do():
     x = ag.param([1.0, 2.0])
     with ag.grad_tape():
         y = x * x
-    with pytest.raises(pg.ShapeError, match=r"backward: needs a value of one element; got shape \(2,\); reduce it"):
+    with pytest.raises(
+        pg.ShapeError, match=r"backward: needs a value of one element; got shape \(2,\); reduce it"
+    ):
         ag.backward(y)
 
 
@@ -362,7 +370,9 @@ def test_a_pending_value_whose_parameter_changed_is_an_error_not_a_wrong_number(
     w = ag.param([1.0])
     pending = w * 2.0
     w.assign([5.0])
-    with pytest.raises(pg.StaleError, match=r"recorded with a \(1,\) parameter that has changed since.*read it"):
+    with pytest.raises(
+        pg.StaleError, match=r"recorded with a \(1,\) parameter that has changed since.*read it"
+    ):
         pending.numpy()
     assert (w * 2.0).tolist() == [10.0]
 
@@ -375,7 +385,9 @@ def test_backward_after_the_update_is_an_error_that_says_why():
     ag.backward(loss)
     opt.step()
     assert loss.item() == 1.0
-    with pytest.raises(pg.GradError, match="the tape of this value is gone, its parameters have been updated since"):
+    with pytest.raises(
+        pg.GradError, match="the tape of this value is gone, its parameters have been updated since"
+    ):
         ag.backward(loss)
 
 

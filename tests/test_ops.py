@@ -16,7 +16,9 @@ SEED = 20240
 
 @pytest.fixture(scope="module")
 def portable_cpu():
-    """Run ops with the lowering that every other device uses: ggml's own, without the kernels of kernels.c."""
+    """Run ops with the lowering that every other device uses: ggml's own, without the kernels of
+    kernels.c.
+    """
     device = CpuDevice(n_threads=1, own_kernels=False)
     yield device
     device.close()
@@ -24,7 +26,8 @@ def portable_cpu():
 
 def check(row: Row, device: object) -> None:
     ag.gradcheck(
-        row.fn, row.inputs(SEED), device=device, order=row.order, seed=SEED, device_tolerance=row.tolerance
+        row.fn, row.inputs(SEED), device=device, order=row.order, seed=SEED,
+        device_tolerance=row.tolerance
     )  # fmt: skip
 
 
@@ -33,7 +36,9 @@ def test_op_agrees_with_central_differences_and_reference(row):
     check(row, "cpu")
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if "cross_entropy" not in row.name], ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if "cross_entropy" not in row.name], ids=lambda row: row.name
+)
 def test_op_lowered_without_own_kernels_agrees_with_reference(row, portable_cpu):
     check(row, portable_cpu)
 
@@ -67,7 +72,9 @@ def double_gradient():
 
 
 def test_gradcheck_names_input_index_and_both_values_of_a_rule_broken_on_purpose(double_gradient):
-    with pytest.raises(pg.GradCheckError, match=r"worst in input 0 at index \(1, 0\): the rule gives .*, central"):
+    with pytest.raises(
+        pg.GradCheckError, match=r"worst in input 0 at index \(1, 0\): the rule gives .*, central"
+    ):
         ag.gradcheck(double_gradient, [[[-1.0], [1.0]]])
 
 
@@ -75,5 +82,8 @@ def test_gradcheck_catches_a_device_that_computes_another_value():
     def wrong_on_cpu(x):
         return x * (2.0 if x.device.name == "cpu" else 2.001)
 
-    with pytest.raises(pg.GradCheckError, match=r"value .* on cpu differs from the reference, worst at index \(1,\)"):
+    with pytest.raises(
+        pg.GradCheckError,
+        match=r"value .* on cpu differs from the reference, worst at index \(1,\)",
+    ):
         ag.gradcheck(wrong_on_cpu, [[0.5, -1.5]])

@@ -1,4 +1,6 @@
-"""Optimizers: each method against its formula in NumPy, on every device; the accumulation window; bad settings."""
+"""Optimizers: each method against its formula in NumPy, on every device; the accumulation window;
+bad settings.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ DEVICES = ["cpu", "reference"]
 
 
 def run(make, gradients, start, device, decay=None):
-    """Return the weight after steps whose gradients are given, made through a loss that is linear in the weight."""
+    """Return the weight after steps whose gradients are given, made through a loss that is linear
+    in the weight.
+    """
     with pg.device(device):
         w = ag.param(start)
         opt = make([w])
@@ -48,15 +52,27 @@ def adam(w, gradients, lr, beta1=0.9, beta2=0.999, epsilon=1e-8, l2=0.0, decoupl
 
 METHODS = [
     ("SGD", lambda p: optim.SGD(p, lr=0.1), lambda w, g: sgd(w, g, 0.1)),
-    ("SGD decay", lambda p: optim.SGD(p, lr=0.1, weight_decay=0.2), lambda w, g: sgd(w, g, 0.1, decay=0.2)),
-    ("SGD momentum", lambda p: optim.SGD(p, lr=0.1, momentum=0.9), lambda w, g: sgd(w, g, 0.1, 0.9)),
+    (
+        "SGD decay",
+        lambda p: optim.SGD(p, lr=0.1, weight_decay=0.2),
+        lambda w, g: sgd(w, g, 0.1, decay=0.2),
+    ),
+    (
+        "SGD momentum",
+        lambda p: optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda w, g: sgd(w, g, 0.1, 0.9),
+    ),
     (
         "SGD nesterov",
         lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
         lambda w, g: sgd(w, g, 0.1, 0.9, True, 0.1),
     ),
     ("Adam", lambda p: optim.Adam(p, lr=0.1), lambda w, g: adam(w, g, 0.1)),
-    ("Adam decay", lambda p: optim.Adam(p, lr=0.1, weight_decay=0.3), lambda w, g: adam(w, g, 0.1, l2=0.3)),
+    (
+        "Adam decay",
+        lambda p: optim.Adam(p, lr=0.1, weight_decay=0.3),
+        lambda w, g: adam(w, g, 0.1, l2=0.3),
+    ),
     (
         "AdamW",
         lambda p: optim.AdamW(p, lr=0.1, betas=(0.8, 0.9), weight_decay=0.3),
@@ -74,7 +90,10 @@ def test_ten_updates_equal_the_methods_formula(make, formula, shape, device):
     gradients = [generator.standard_normal(shape) for _ in range(10)]
     tolerance = 1e-10 if device == "reference" else 2e-6
     np.testing.assert_allclose(
-        run(make, gradients, start, device), formula(start, gradients), rtol=tolerance, atol=tolerance
+        run(make, gradients, start, device),
+        formula(start, gradients),
+        rtol=tolerance,
+        atol=tolerance,
     )
 
 
@@ -128,7 +147,9 @@ def test_explicit_gradients_in_a_window_are_an_error_that_explains_itself():
     with ag.grad_tape():
         loss = ag.sum(w * w)
     grads = ag.backward(loss)
-    with pytest.raises(pg.GradError, match=r"SGD: step\(grads\) would use the last micro-batch only"):
+    with pytest.raises(
+        pg.GradError, match=r"SGD: step\(grads\) would use the last micro-batch only"
+    ):
         opt.step(grads)
 
 
@@ -196,7 +217,10 @@ def test_accumulate_steps_must_be_a_positive_integer(method, wrong):
         (lambda p: optim.AdamW(p, betas=(0.9, 1.0)), r"AdamW: betas\[1\] must be"),
         (lambda p: optim.Adam([]), "Adam: needs at least one parameter"),
         (lambda p: optim.Adam([1.0]), "Adam: needs parameters made with ag.param; got float"),
-        (lambda p: optim.Adam([p[0] * 2.0]), "Adam: needs parameters made with ag.param; got Tensor"),
+        (
+            lambda p: optim.Adam([p[0] * 2.0]),
+            "Adam: needs parameters made with ag.param; got Tensor",
+        ),
     ],
 )
 def test_a_setting_out_of_range_is_refused(make, message):

@@ -135,7 +135,10 @@ def test_equal_seeds_give_bit_equal_training_whatever_ran_before():
         model = make_model(7)
         opt = optim.AdamW(model.parameters(), lr=1e-2)
         generator = np.random.default_rng(0)
-        return [train_step(model, opt, generator.standard_normal((64, 5)), generator.integers(0, 3, 64)) for _ in range(10)]
+        return [
+            train_step(model, opt, generator.standard_normal((64, 5)), generator.integers(0, 3, 64))
+            for _ in range(10)
+        ]
 
     assert losses() == losses()
 

@@ -32,9 +32,23 @@ READ_ONLY.flags.writeable = False
         BASE > 1,
         BASE.tolist(),
     ],
-    ids=["transposed", "reversed", "strided", "float64", "scalar", "0-d", "read-only", "big-endian f4", "big-endian f8",
-         "float16", "fortran", "broadcast", "bool", "list"],
-)  # fmt: skip
+    ids=[
+        "transposed",
+        "reversed",
+        "strided",
+        "float64",
+        "scalar",
+        "0-d",
+        "read-only",
+        "big-endian f4",
+        "big-endian f8",
+        "float16",
+        "fortran",
+        "broadcast",
+        "bool",
+        "list",
+    ],
+)
 def test_an_array_of_any_stride_order_and_float_type_arrives_with_its_values(array):
     x = ag.tensor(array)
     assert x.dtype == np.float32
@@ -56,7 +70,15 @@ def test_an_integer_outside_int32_is_refused(value):
 
 
 @pytest.mark.parametrize(
-    "data", [[1j], ["a"], [None], [object()], np.array(["2020-01-01"], "M8[D]"), np.zeros(2, [("a", "f4")])]
+    "data",
+    [
+        [1j],
+        ["a"],
+        [None],
+        [object()],
+        np.array(["2020-01-01"], "M8[D]"),
+        np.zeros(2, [("a", "f4")]),
+    ],
 )
 def test_data_that_are_not_real_numbers_are_refused(data):
     with pytest.raises(pg.DTypeError, match="tensor: needs real numbers"):
@@ -69,7 +91,10 @@ def test_a_ragged_list_is_refused():
 
 
 def test_five_dimensions_and_no_elements_are_refused():
-    with pytest.raises(pg.ShapeError, match=r"tensor: at most 4 dimensions; got shape \(1, 1, 1, 1, 1\); merge some"):
+    with pytest.raises(
+        pg.ShapeError,
+        match=r"tensor: at most 4 dimensions; got shape \(1, 1, 1, 1, 1\); merge some",
+    ):
         ag.tensor(np.ones((1, 1, 1, 1, 1)))
     with pytest.raises(pg.ShapeError, match="tensor: needs at least one element"):
         ag.tensor([])
@@ -116,17 +141,23 @@ def test_repr_is_short_and_computes_nothing():
 
 
 def test_integer_tensors_do_no_arithmetic():
-    with pytest.raises(pg.DTypeError, match=r"mul: needs float32; got int32 of shape \(2,\); pass dtype='float32'"):
+    with pytest.raises(
+        pg.DTypeError, match=r"mul: needs float32; got int32 of shape \(2,\); pass dtype='float32'"
+    ):
         ag.tensor([1, 2]) * ag.tensor([1.0, 2.0])
 
 
 def test_devices_do_not_mix():
-    with pytest.raises(pg.DeviceError, match="add: all inputs must live on one device; got cpu, reference"):
+    with pytest.raises(
+        pg.DeviceError, match="add: all inputs must live on one device; got cpu, reference"
+    ):
         ag.tensor(1.0) + ag.tensor(1.0, device="reference")
 
 
 def test_an_unknown_device_names_the_ones_there_are():
-    with pytest.raises(pg.DeviceError, match="device: there is no 'vulkan9'; this process has cpu, reference"):
+    with pytest.raises(
+        pg.DeviceError, match="device: there is no 'vulkan9'; this process has cpu, reference"
+    ):
         pg.set_device("vulkan9")
 
 

@@ -13,13 +13,16 @@ from ._module import Module
 class Linear(Module):
     """x @ weight.T + bias, for x of shape (..., in_features).
 
-    Weight and bias start uniform in +-1/sqrt(in_features), as in PyTorch; ``seed`` makes them repeatable.
+    Weight and bias start uniform in +-1/sqrt(in_features), as in PyTorch; ``seed`` makes them
+    repeatable.
 
     >>> nn.Linear(3, 2)(ag.tensor(np.ones((5, 3)))).shape
     (5, 2)
     """
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = True, seed: int | None = None) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool = True, seed: int | None = None
+    ) -> None:
         for name, value in (("in_features", in_features), ("out_features", out_features)):
             if not isinstance(value, int) or value < 1:
                 raise SettingError(f"Linear: {name} must be a positive integer; got {value!r}")

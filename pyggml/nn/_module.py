@@ -1,4 +1,6 @@
-"""The module base: parameters are the attributes that are Parameters, in modules that are attributes."""
+"""The module base: parameters are the attributes that are Parameters, in modules that are
+attributes.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Module:
         raise NotImplementedError(f"{type(self).__name__}: define __call__")
 
     def children(self) -> Iterator[tuple[str, Module]]:
-        """Yield the modules that are attributes, or in lists, tuples and dicts that are, with their names."""
+        """Yield the modules that are attributes, or in lists, tuples and dicts that are, with their
+        names.
+        """
         for name, value in vars(self).items():
             yield from _modules_in(name, value)
 
@@ -56,7 +60,9 @@ class Module:
         return {name: parameter.numpy() for name, parameter in self.named_parameters()}
 
     def load_state_dict(self, values: Mapping[str, ArrayLike]) -> None:
-        """Overwrite every parameter. Raises ShapeError, before changing anything, if names or shapes do not match."""
+        """Overwrite every parameter. Raises ShapeError, before changing anything, if names or
+        shapes do not match.
+        """
         own = dict(self.named_parameters())
         problems = [f"missing {name}" for name in own if name not in values]
         problems += [f"unexpected {name}" for name in values if name not in own]

@@ -8,6 +8,25 @@ from .reduction import mean, sum, sum_to
 from .shaping import broadcast_to, permute, reshape, transpose
 
 __all__ = [
-    "add", "affine", "broadcast_to", "detach", "div", "full", "matmul", "mean", "mse_loss", "mul", "neg", "permute", "relu",
-    "reshape", "softmax_cross_entropy", "step", "sub", "sum", "sum_to", "transpose", "update",
-]  # fmt: skip
+    "add",
+    "affine",
+    "broadcast_to",
+    "detach",
+    "div",
+    "full",
+    "matmul",
+    "mean",
+    "mse_loss",
+    "mul",
+    "neg",
+    "permute",
+    "relu",
+    "reshape",
+    "softmax_cross_entropy",
+    "step",
+    "sub",
+    "sum",
+    "sum_to",
+    "transpose",
+    "update",
+]

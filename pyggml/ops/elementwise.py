@@ -14,7 +14,7 @@ from ..lowering import GgmlTensor, Lowering
 from ..tensor import Tensor, TensorLike, pending, record
 from .rules import broadcasting, check_ndim, same
 
-# ---- full ------------------------------------------------------------------------------------------------------------------
+# ---- full ----------------------------------------------------------------------------------------
 
 
 def _full_shape(*, shape: Shape, value: float) -> Spec:
@@ -42,7 +42,7 @@ def full(shape: Sequence[int], value: float, *, device: Device | str | None = No
     return pending(find_node((FULL, settings, PLAIN)), frame)
 
 
-# ---- add, sub, mul, div --------------------------------------------------------------------------------------------------
+# ---- add, sub, mul, div --------------------------------------------------------------------------
 
 ADD = Op(
     "add",
@@ -131,7 +131,7 @@ def div(x: TensorLike, y: TensorLike) -> Tensor:
     return record(DIV, x, y)
 
 
-# ---- affine: the one op behind neg, scale and arithmetic with Python numbers ------------------------------------------------
+# ---- affine: the one op behind neg, scale and arithmetic with Python numbers ---------------------
 
 
 def _lower_affine(b: Lowering, x: GgmlTensor, *, scale: float, shift: float) -> GgmlTensor:
@@ -169,9 +169,9 @@ def neg(x: TensorLike) -> Tensor:
     return affine(x, scale=-1.0)
 
 
-# ---- relu ------------------------------------------------------------------------------------------------------------------
+# ---- relu ----------------------------------------------------------------------------------------
 
-RELU = Op(
+RELU: Op = Op(
     "relu",
     shape=same("relu"),
     lower=lambda b, x: lib.ggml_relu(b.ctx, b.contiguous(x)),
@@ -187,7 +187,7 @@ def _lower_relu_back(b: Lowering, g: GgmlTensor, x: GgmlTensor) -> GgmlTensor:
     return lib.ggml_mul(b.ctx, g, lib.ggml_step(b.ctx, x))
 
 
-RELU_BACK = Op(
+RELU_BACK: Op = Op(
     "relu_back",
     shape=same("relu_back"),
     lower=_lower_relu_back,
@@ -223,7 +223,7 @@ def step(x: TensorLike) -> Tensor:
     return record(STEP, x)
 
 
-# ---- detach ----------------------------------------------------------------------------------------------------------------
+# ---- detach --------------------------------------------------------------------------------------
 
 
 def _detach_shape(x: Spec) -> Spec:

@@ -15,7 +15,7 @@ from ..tensor import Tensor, TensorLike, as_tensor, record
 from .rules import broadcast_shapes, need_floats
 from .shaping import PERMUTE, reshape, transpose
 
-# ---- matmul ----------------------------------------------------------------------------------------------------------------
+# ---- matmul --------------------------------------------------------------------------------------
 
 
 def _matmul_shape(a: Spec, b: Spec) -> Spec:
@@ -23,16 +23,21 @@ def _matmul_shape(a: Spec, b: Spec) -> Spec:
     if a.shape[-1] != b.shape[-2]:
         hint = "; did you mean b.T?" if len(b.shape) == 2 and a.shape[-1] == b.shape[-1] else ""
         raise ShapeError(
-            f"matmul: inner sizes must agree; got {a.shape} @ {b.shape}, {a.shape[-1]} != {b.shape[-2]}{hint}"
+            f"matmul: inner sizes must agree; got {a.shape} @ {b.shape}, {a.shape[-1]} != "
+            f"{b.shape[-2]}{hint}"
         )
     batch = broadcast_shapes("matmul", a.shape[:-2], b.shape[:-2])
     return Spec((*batch, a.shape[-2], b.shape[-1]), float32)
 
 
 def _has_unit_stride(t: GgmlTensor) -> bool:
-    """Tell whether one of the last two axes is contiguous and the other strides over it, as BLAS wants a matrix."""
+    """Tell whether one of the last two axes is contiguous and the other strides over it, as BLAS
+    wants a matrix.
+    """
     width = ffi.sizeof("float")
-    return (t.nb[0] == width and t.nb[1] >= width * t.ne[0]) or (t.nb[1] == width and t.nb[0] >= width * t.ne[1])
+    return (t.nb[0] == width and t.nb[1] >= width * t.ne[0]) or (
+        t.nb[1] == width and t.nb[0] >= width * t.ne[1]
+    )
 
 
 def _lower_matmul(b: Lowering, x: GgmlTensor, y: GgmlTensor) -> GgmlTensor:
@@ -58,7 +63,9 @@ def _swap(x: Tensor) -> Tensor:
 
 
 def _product_like(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Return left @ right, laid out in memory as x is: the gradient of a transposed weight is that of the weight, uncopied."""
+    """Return left @ right, laid out in memory as x is: the gradient of a transposed weight is that
+    of the weight, uncopied.
+    """
     if x._at[1].op is PERMUTE:
         return _swap(record(MATMUL, _swap(right), _swap(left)))
     return record(MATMUL, left, right)
@@ -76,8 +83,8 @@ MATMUL = Op(
 def matmul(a: TensorLike, b: TensorLike) -> Tensor:
     """Return the matrix product, (..., m, k) @ (..., k, n) -> (..., m, n), with NumPy's rules.
 
-    A 1-D operand is a row on the left and a column on the right, and its axis is dropped from the result. Leading axes
-    broadcast. Raises ShapeError if the inner sizes differ.
+    A 1-D operand is a row on the left and a column on the right, and its axis is dropped from the
+    result. Leading axes broadcast. Raises ShapeError if the inner sizes differ.
 
     >>> ag.matmul([[1.0, 2.0]], [[3.0], [4.0]]).numpy()
     array([[11.]], dtype=float32)
@@ -90,7 +97,9 @@ def matmul(a: TensorLike, b: TensorLike) -> Tensor:
     if len(m) == 2 and len(n) == 2:
         return record(MATMUL, a, b)
     if not m or not n:
-        raise ShapeError(f"matmul: operands need at least one axis; got {m} @ {n}; use * to scale by a number")
+        raise ShapeError(
+            f"matmul: operands need at least one axis; got {m} @ {n}; use * to scale by a number"
+        )
     if len(m) == 1 and len(n) == 1:
         return reshape(matmul(reshape(a, (1, -1)), reshape(b, (-1, 1))), ())
     if len(m) == 1:
@@ -102,5 +111,3 @@ def matmul(a: TensorLike, b: TensorLike) -> Tensor:
     if len(n) == 2 and len(m) > 2 and m[-1] == n[0]:  # one large product instead of many small ones
         return reshape(record(MATMUL, reshape(a, (prod(m[:-1]), m[-1])), b), (*m[:-1], n[1]))
     return record(MATMUL, a, b)
-
-

@@ -30,28 +30,32 @@ def reduce(op: str, values: Tensor, reduction: str) -> Tensor:
     raise SettingError(f"{op}: reduction must be 'mean', 'sum' or 'none'; got {reduction!r}")
 
 
-# ---- mean squared error ------------------------------------------------------------------------------------------------------
+# ---- mean squared error --------------------------------------------------------------------------
 
 
 def mse_loss(prediction: TensorLike, target: TensorLike, *, reduction: str = "mean") -> Tensor:
     """Return the squared error, averaged over all elements.
 
-    Both have the same shape; anything else raises ShapeError, since broadcasting here is nearly always a mistake.
+    Both have the same shape; anything else raises ShapeError, since broadcasting here is nearly
+    always a mistake.
 
     >>> ag.mse_loss([1.0, 2.0], [1.0, 4.0]).item()
     2.0
     """
-    prediction = as_tensor(prediction, target if isinstance(target, Tensor) else None, op="mse_loss")
+    prediction = as_tensor(
+        prediction, target if isinstance(target, Tensor) else None, op="mse_loss"
+    )
     target = as_tensor(target, prediction, op="mse_loss")
     if prediction.shape != target.shape:
         raise ShapeError(
-            f"mse_loss: prediction and target must have one shape; got {prediction.shape} and {target.shape}; use reshape"
+            f"mse_loss: prediction and target must have one shape; got {prediction.shape} and "
+            f"{target.shape}; use reshape"
         )
     difference = sub(prediction, target)
     return reduce("mse_loss", mul(difference, difference), reduction)
 
 
-# ---- cross entropy of logits and integer labels --------------------------------------------------------------------------------
+# ---- cross entropy of logits and integer labels --------------------------------------------------
 # One kernel each way: no one-hot matrix, no stored probabilities, exact for logits near 1e8.
 
 
@@ -65,7 +69,9 @@ def _reference_log_softmax(logits: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.sum(np.exp(shifted), axis=1, keepdims=True))
 
 
-def _reference_cross_entropy(logits: np.ndarray, labels: np.ndarray, *, smoothing: float) -> np.ndarray:
+def _reference_cross_entropy(
+    logits: np.ndarray, labels: np.ndarray, *, smoothing: float
+) -> np.ndarray:
     log_p = _reference_log_softmax(logits)
     loss = -log_p[np.arange(len(labels)), labels]
     if smoothing:
@@ -73,11 +79,16 @@ def _reference_cross_entropy(logits: np.ndarray, labels: np.ndarray, *, smoothin
     return np.where(labels < 0, 0.0, loss)
 
 
-CROSS_ENTROPY = Op(
+CROSS_ENTROPY: Op = Op(
     "softmax_cross_entropy",
     shape=_cross_entropy_shape,
-    lower=lambda b, x, labels, smoothing: lib.pg_cross_entropy(b.ctx, b.contiguous(x), labels, smoothing),
-    grad=lambda g, out, x, labels, smoothing: (record(CROSS_ENTROPY_BACK, g, x, labels, smoothing=smoothing), None),
+    lower=lambda b, x, labels, smoothing: lib.pg_cross_entropy(
+        b.ctx, b.contiguous(x), labels, smoothing
+    ),
+    grad=lambda g, out, x, labels, smoothing: (
+        record(CROSS_ENTROPY_BACK, g, x, labels, smoothing=smoothing),
+        None,
+    ),
     reference=_reference_cross_entropy,
 )
 
@@ -98,10 +109,12 @@ def _reference_cross_entropy_back(
     target = np.full(logits.shape, smoothing / logits.shape[1])
     target[np.arange(len(labels)), labels] += 1 - smoothing
     weight = np.where(labels < 0, 0.0, g)[:, None]
-    return np.where(labels[:, None] < 0, 0.0, weight * (np.exp(_reference_log_softmax(logits)) - target))
+    return np.where(
+        labels[:, None] < 0, 0.0, weight * (np.exp(_reference_log_softmax(logits)) - target)
+    )
 
 
-CROSS_ENTROPY_BACK = Op(
+CROSS_ENTROPY_BACK: Op = Op(
     "softmax_cross_entropy_back",
     shape=_cross_entropy_back_shape,
     lower=_lower_cross_entropy_back,
@@ -109,15 +122,21 @@ CROSS_ENTROPY_BACK = Op(
 )
 
 
-def integer_labels(op: str, labels: TensorLike, like: Tensor, classes: int, ignore_index: int | None = None) -> Tensor:
-    """Return labels as an int32 tensor with the ignored ones set to -1, having checked that they name a class each.
+def integer_labels(
+    op: str, labels: TensorLike, like: Tensor, classes: int, ignore_index: int | None = None
+) -> Tensor:
+    """Return labels as an int32 tensor with the ignored ones set to -1, having checked that they
+    name a class each.
 
     Raises DTypeError unless they are integers, IndexRangeError if one is outside [0, classes).
     """
     if not isinstance(labels, Tensor) or ignore_index is not None:
         array = np.asarray(labels)
         if array.dtype.kind not in "iu":
-            raise DTypeError(f"{op}: labels must be integers; got {array.dtype}; use .astype(np.int32) if they are whole")
+            raise DTypeError(
+                f"{op}: labels must be integers; got {array.dtype}; use .astype(np.int32) if they "
+                "are whole"
+            )
         if ignore_index is not None:
             array = np.where(array == ignore_index, -1, array)
         labels = make_tensor(array, dtype=int32, device=like.device, op=op)
@@ -127,7 +146,9 @@ def integer_labels(op: str, labels: TensorLike, like: Tensor, classes: int, igno
     if source.label_range is None:
         array = np.ascontiguousarray(source.device.download(source))
         bounds = ffi.new("int32_t[2]")
-        lib.pg_range_i32(ffi.cast("int32_t *", ffi.from_buffer(array)), array.size, bounds, bounds + 1)
+        lib.pg_range_i32(
+            ffi.cast("int32_t *", ffi.from_buffer(array)), array.size, bounds, bounds + 1
+        )
         source.label_range = (bounds[0], bounds[1])
     low, high = source.label_range
     if low < (0 if ignore_index is None else -1) or high >= classes:
@@ -144,10 +165,11 @@ def softmax_cross_entropy(
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Return -log softmax(logits)[label]: logits (..., classes), integer labels (...), the loss in nats.
+    """Return -log softmax(logits)[label]: logits (..., classes), integer labels (...), the loss in
+    nats.
 
-    The mean is over the labels that are not ignored; if all are, the loss and its gradient are 0. Raises IndexRangeError for
-    a label outside [0, classes), at once.
+    The mean is over the labels that are not ignored; if all are, the loss and its gradient are 0.
+    Raises IndexRangeError for a label outside [0, classes), at once.
 
     >>> ag.softmax_cross_entropy([[-431.0, 279.0, 427.0]], [0]).item()
     858.0
@@ -161,7 +183,9 @@ def softmax_cross_entropy(
     *batch, classes = logits.shape
     targets = integer_labels(op, labels, logits, classes, ignore_index)
     if targets.shape != tuple(batch):
-        raise ShapeError(f"{op}: logits {logits.shape} need labels of shape {tuple(batch)}; got {targets.shape}")
+        raise ShapeError(
+            f"{op}: logits {logits.shape} need labels of shape {tuple(batch)}; got {targets.shape}"
+        )
     rows = prod(batch)
     losses = record(
         CROSS_ENTROPY,
@@ -175,5 +199,3 @@ def softmax_cross_entropy(
     if reduction == "none":
         return reshape(losses, tuple(batch))
     return reduce(op, losses, reduction)
-
-

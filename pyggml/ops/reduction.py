@@ -25,7 +25,7 @@ def reduced_shape(shape: Shape, axes: tuple[int, ...], keepdims: bool) -> Shape:
     return tuple(1 if i in axes else size for i, size in sizes if keepdims or i not in axes)
 
 
-# ---- sum -------------------------------------------------------------------------------------------------------------------
+# ---- sum -----------------------------------------------------------------------------------------
 
 
 def _sum_shape(x: Spec, *, axes: tuple[int, ...], keepdims: bool) -> Spec:
@@ -38,7 +38,9 @@ def _lower_sum(b: Lowering, x: GgmlTensor, *, axes: tuple[int, ...], keepdims: b
     sizes = tuple(reversed(list(x.ne)))
     kept = reduced_shape(sizes, axes, keepdims=True)
     summed = [i for i in range(MAX_DIMS) if kept[i] != sizes[i]]  # axes of size 1 need no work
-    outer, inner = (prod(sizes[: summed[0]]), prod(sizes[summed[-1] + 1 :])) if summed else (prod(sizes), 1)
+    outer, inner = (
+        (prod(sizes[: summed[0]]), prod(sizes[summed[-1] + 1 :])) if summed else (prod(sizes), 1)
+    )
     together = summed == list(range(summed[0], summed[-1] + 1)) if summed else True
     if together and outer == inner == 1:
         total = lib.ggml_sum(b.ctx, x)
@@ -51,7 +53,9 @@ def _lower_sum(b: Lowering, x: GgmlTensor, *, axes: tuple[int, ...], keepdims: b
     return b.reshape(total, kept if keepdims else reduced_shape(sizes, axes, keepdims=False))
 
 
-def _grad_sum(g: Tensor, out: Tensor, x: Tensor, *, axes: tuple[int, ...], keepdims: bool) -> Tensor:
+def _grad_sum(
+    g: Tensor, out: Tensor, x: Tensor, *, axes: tuple[int, ...], keepdims: bool
+) -> Tensor:
     return broadcast_to(reshape(g, reduced_shape(x.shape, axes, keepdims=True)), x.shape)
 
 
@@ -64,7 +68,7 @@ SUM = Op(
 )
 
 
-def sum(x: TensorLike, *, axis: Axis = None, keepdims: bool = False) -> Tensor:  # noqa: A001 (NumPy's name)
+def sum(x: TensorLike, *, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Return the sum over axes; axis is an int, a tuple, or None for all.
 
     >>> ag.sum([[1.0, 2.0], [3.0, 4.0]], axis=0).numpy()

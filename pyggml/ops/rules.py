@@ -14,7 +14,8 @@ def need_floats(op: str, *inputs: Spec) -> None:
     for x in inputs:
         if not x.dtype.is_float:
             raise DTypeError(
-                f"{op}: needs float32; got {x.dtype} of shape {x.shape}; pass dtype='float32' when making the tensor"
+                f"{op}: needs float32; got {x.dtype} of shape {x.shape}; pass dtype='float32' "
+                "when making the tensor"
             )
 
 
@@ -50,7 +51,9 @@ def broadcast_shapes(op: str, *shapes: Shape) -> Shape:
 
 
 def broadcasting(op: str) -> Callable[..., Spec]:
-    """Return the shape rule of an elementwise op with several float inputs under NumPy's broadcasting."""
+    """Return the shape rule of an elementwise op with several float inputs under NumPy's
+    broadcasting.
+    """
 
     def rule(*inputs: Spec, **settings: object) -> Spec:
         need_floats(op, *inputs)
@@ -62,11 +65,15 @@ def broadcasting(op: str) -> Callable[..., Spec]:
 def check_ndim(op: str, shape: Sequence[int]) -> None:
     """Raise ShapeError for more dimensions than ggml has."""
     if len(shape) > MAX_DIMS:
-        raise ShapeError(f"{op}: at most {MAX_DIMS} dimensions; got {tuple(shape)}; merge some with reshape")
+        raise ShapeError(
+            f"{op}: at most {MAX_DIMS} dimensions; got {tuple(shape)}; merge some with reshape"
+        )
 
 
 def normalize_axis(op: str, axis: int, ndim: int) -> int:
-    """Return an axis counted from the end (-1 is the last), which names the same ggml axis in any number of dimensions."""
+    """Return an axis counted from the end (-1 is the last), which names the same ggml axis in any
+    number of dimensions.
+    """
     if isinstance(axis, bool) or not hasattr(axis, "__index__"):
         raise DTypeError(f"{op}: axis must be an integer; got {axis!r}")
     index = axis.__index__()
@@ -76,7 +83,9 @@ def normalize_axis(op: str, axis: int, ndim: int) -> int:
 
 
 def normalize_axes(op: str, axis: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    """Return sorted axes counted from the end, for an int, several, or None (all); repeats raise ShapeError."""
+    """Return sorted axes counted from the end, for an int, several, or None (all); repeats raise
+    ShapeError.
+    """
     if axis is None:
         return tuple(range(-ndim, 0))
     listed = axis if isinstance(axis, Sequence) else (axis,)

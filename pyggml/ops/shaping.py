@@ -14,12 +14,14 @@ from ..lowering import GgmlTensor, Lowering
 from ..tensor import Tensor, TensorLike, as_tensor, pending, record
 from .rules import broadcast_shapes, check_ndim, normalize_axis
 
-# ---- reshape ---------------------------------------------------------------------------------------------------------------
+# ---- reshape -------------------------------------------------------------------------------------
 
 
 def _reshape_shape(x: Spec, *, shape: Shape) -> Spec:
     if prod(shape) != prod(x.shape):
-        raise ShapeError(f"reshape: {x.shape} has {prod(x.shape)} elements, {shape} has {prod(shape)}")
+        raise ShapeError(
+            f"reshape: {x.shape} has {prod(x.shape)} elements, {shape} has {prod(shape)}"
+        )
     return Spec(shape, x.dtype)
 
 
@@ -41,7 +43,7 @@ def reshape(x: TensorLike, shape: int | Sequence[int]) -> Tensor:
     array([1., 2., 3., 4.], dtype=float32)
     """
     x = as_tensor(x, op="reshape", dtype=None)
-    sizes = [shape] if hasattr(shape, "__index__") else list(shape)  # type: ignore[arg-type,list-item]
+    sizes = [shape] if hasattr(shape, "__index__") else list(shape)
     if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
         sizes = list(sizes[0])
     if not all(hasattr(size, "__index__") for size in sizes):
@@ -49,16 +51,20 @@ def reshape(x: TensorLike, shape: int | Sequence[int]) -> Tensor:
     sizes = [int(size) for size in sizes]
     check_ndim("reshape", sizes)
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
-        raise ShapeError(f"reshape: sizes must be positive, one of them may be -1; got {tuple(sizes)}")
+        raise ShapeError(
+            f"reshape: sizes must be positive, one of them may be -1; got {tuple(sizes)}"
+        )
     if -1 in sizes:
         rest = -prod(sizes)
         if prod(x.shape) % rest:
-            raise ShapeError(f"reshape: {x.shape} has {prod(x.shape)} elements, which {tuple(sizes)} cannot hold")
+            raise ShapeError(
+                f"reshape: {x.shape} has {prod(x.shape)} elements, which {tuple(sizes)} cannot hold"
+            )
         sizes[sizes.index(-1)] = prod(x.shape) // rest
     return record(RESHAPE, x, shape=tuple(sizes))
 
 
-# ---- permute and transpose ---------------------------------------------------------------------------------------------------
+# ---- permute and transpose -----------------------------------------------------------------------
 
 
 def _lower_permute(b: Lowering, x: GgmlTensor, *, axes: tuple[int, ...]) -> GgmlTensor:
@@ -98,7 +104,11 @@ def _permuted(x: Tensor, axes: tuple[int, ...]) -> Tensor:
         first = dict(node.settings)["axes"]
         combined = tuple(first[axis] for axis in axes)
         inner = pending(node.inputs[0], frame)
-        return inner if combined == tuple(range(-len(axes), 0)) else record(PERMUTE, inner, axes=combined)
+        return (
+            inner
+            if combined == tuple(range(-len(axes), 0))
+            else record(PERMUTE, inner, axes=combined)
+        )
     return record(PERMUTE, x, axes=axes)
 
 
@@ -122,7 +132,7 @@ def transpose(x: TensorLike, axis1: int | None = None, axis2: int | None = None)
 _REVERSED = [tuple(range(-1, -ndim - 1, -1)) for ndim in range(MAX_DIMS + 1)]
 
 
-# ---- broadcast_to --------------------------------------------------------------------------------------------------------------
+# ---- broadcast_to --------------------------------------------------------------------------------
 
 
 def _broadcast_to_shape(x: Spec, *, shape: Shape) -> Spec:

@@ -1,4 +1,6 @@
-"""Ops that change parameters in place: what optimizers end in. They run after everything else in a program."""
+"""Ops that change parameters in place: what optimizers end in. They run after everything else in a
+program.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,14 @@ from ..errors import ShapeError
 from ..graph import Op, Spec
 from ..lowering import GgmlTensor, Lowering
 
-# ---- assign ----------------------------------------------------------------------------------------------------------------
+# ---- assign --------------------------------------------------------------------------------------
 
 
 def _assign_shape(target: Spec, value: Spec) -> Spec:
     if target.shape != value.shape:
-        raise ShapeError(f"assign: target and value must have one shape; got {target.shape} and {value.shape}")
+        raise ShapeError(
+            f"assign: target and value must have one shape; got {target.shape} and {value.shape}"
+        )
     return Spec(target.shape, target.dtype)
 
 
@@ -29,7 +33,7 @@ ASSIGN = Op(
     mutates=(0,),
 )
 
-# ---- AdamW (Loshchilov and Hutter 2019) ----------------------------------------------------------------------------------------
+# ---- AdamW (Loshchilov and Hutter 2019) ----------------------------------------------------------
 # hyper = [learning rate, beta1, beta2, epsilon, weight decay, 1 / (1 - beta1^t), 1 / (1 - beta2^t)]
 
 
@@ -39,7 +43,12 @@ def _adamw_shape(parameter: Spec, gradient: Spec, m: Spec, v: Spec, hyper: Spec)
 
 
 def _lower_adamw(
-    b: Lowering, parameter: GgmlTensor, gradient: GgmlTensor, m: GgmlTensor, v: GgmlTensor, hyper: GgmlTensor
+    b: Lowering,
+    parameter: GgmlTensor,
+    gradient: GgmlTensor,
+    m: GgmlTensor,
+    v: GgmlTensor,
+    hyper: GgmlTensor,
 ) -> GgmlTensor:
     if b.own_kernels:
         return lib.pg_adamw(b.ctx, parameter, b.contiguous(gradient), m, v, hyper)

@@ -1,4 +1,6 @@
-"""Optimizers: their updates run on the device, in the same graph as the step's forward and backward pass."""
+"""Optimizers: their updates run on the device, in the same graph as the step's forward and backward
+pass.
+"""
 
 from ._optimizers import SGD, Adam, AdamW, Optimizer
 

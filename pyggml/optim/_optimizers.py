@@ -1,19 +1,18 @@
 """The optimizer base and the methods built on it.
 
-The base owns the counters, the accumulation window and the run; a method is what one parameter needs: `init_single`, its state,
-and `update_single`, the effects that change parameter and state.
+The base owns the counters, the accumulation window and the run; a method is what one parameter
+needs: `init_single`, its state, and `update_single`, the effects that change parameter and state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
 
 from ..dtypes import float32
 from ..errors import GradError, SettingError
-from ..graph import PLAIN, Frame, Node, Op, Source, DerivedCache, find_node, state
+from ..graph import PLAIN, DerivedCache, Frame, Node, Op, Source, find_node, state
 from ..ops import add, affine, mul, reshape, sub
 from ..ops.update import ADAMW, ASSIGN
 from ..plan import evaluate
@@ -44,10 +43,22 @@ class Optimizer:
         if not self.params:
             raise SettingError(f"{name}: needs at least one parameter; got none")
         for parameter in self.params:
-            if not isinstance(parameter, Tensor) or parameter._source is None or not parameter.is_leaf:
-                raise SettingError(f"{name}: needs parameters made with ag.param; got {type(parameter).__name__}")
-        if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
-            raise SettingError(f"{name}: accumulate_steps must be a positive integer; got {accumulate_steps!r}")
+            if (
+                not isinstance(parameter, Tensor)
+                or parameter._source is None
+                or not parameter.is_leaf
+            ):
+                raise SettingError(
+                    f"{name}: needs parameters made with ag.param; got {type(parameter).__name__}"
+                )
+        if (
+            isinstance(accumulate_steps, bool)
+            or not isinstance(accumulate_steps, int)
+            or accumulate_steps < 1
+        ):
+            raise SettingError(
+                f"{name}: accumulate_steps must be a positive integer; got {accumulate_steps!r}"
+            )
         self.lr = check_range(name, "lr", lr, 0.0)
         self.accumulate_steps = accumulate_steps
         self.average = bool(average)
@@ -64,7 +75,8 @@ class Optimizer:
         return ()
 
     def hyper(self, float_type: type[np.floating]) -> list[float]:
-        """Return the numbers of this update: inputs of the graph, so changing them plans nothing anew.
+        """Return the numbers of this update: inputs of the graph, so changing them plans nothing
+        anew.
 
         ``float_type`` is what the device computes in.
         """
@@ -84,16 +96,19 @@ class Optimizer:
             parameter.grad = None
 
     def step(self, grads: Mapping[Tensor, Tensor] | None = None) -> bool:
-        """Update the parameters from their accumulated gradients, or from the ones given; return whether it did.
+        """Update the parameters from their accumulated gradients, or from the ones given; return
+        whether it did.
 
-        With accumulate_steps=k the first k - 1 calls compute and keep the gradients and return False; the k-th updates,
-        empties the gradients, and returns True. Everything pending on the same tape is computed in the same run, and its
-        tape ends. A parameter without a gradient is left alone.
+        With accumulate_steps=k the first k - 1 calls compute and keep the gradients and return
+        False; the k-th updates, empties the gradients, and returns True. Everything pending on the
+        same tape is computed in the same run, and its tape ends. A parameter without a gradient is
+        left alone.
         """
         name = type(self).__name__
         if grads is not None and self.accumulate_steps > 1:
             raise GradError(
-                f"{name}: step(grads) would use the last micro-batch only; with accumulate_steps={self.accumulate_steps} "
+                f"{name}: step(grads) would use the last micro-batch only; with "
+                f"accumulate_steps={self.accumulate_steps} "
                 "call step(), which reads the sum in .grad"
             )
         pairs = [
@@ -125,11 +140,17 @@ class Optimizer:
         for parameter, _ in pairs:
             if parameter not in self._state:
                 self._state[parameter] = tuple(
-                    Source(a.shape, float32, device, device.upload(a.astype(parameter.dtype), float32))
+                    Source(
+                        a.shape, float32, device, device.upload(a.astype(parameter.dtype), float32)
+                    )
                     for a in self.init_single(parameter)
                 )
         nodes = [
-            (node_in(p, frame), node_in(g, frame), tuple(frame.bind(source) for source in self._state[p]))
+            (
+                node_in(p, frame),
+                node_in(g, frame),
+                tuple(frame.bind(source) for source in self._state[p]),
+            )
             for p, g in pairs
         ]
         key = (hyper, scale, *nodes)
@@ -139,15 +160,21 @@ class Optimizer:
                 effects = self._effects[key] = self._record_update(frame, nodes, hyper, scale)
         evaluate(frame, effects=effects)
 
-    def _record_update(self, frame: Frame, nodes: list[tuple], hyper: Node, scale: float) -> tuple[Node, ...]:
+    def _record_update(
+        self, frame: Frame, nodes: list[tuple], hyper: Node, scale: float
+    ) -> tuple[Node, ...]:
         effects = []
         for parameter, gradient, states in nodes:
             mean = passing(gradient, frame)
             if scale != 1.0:
                 mean = affine(mean, scale=scale)
             handles = tuple(passing(node, frame) for node in states)
-            for op, inputs in self.update_single(passing(parameter, frame), mean, handles, passing(hyper, frame)):
-                effects.append(find_node((op, (), PLAIN, *(node_in(tensor, frame) for tensor in inputs))))
+            for op, inputs in self.update_single(
+                passing(parameter, frame), mean, handles, passing(hyper, frame)
+            ):
+                effects.append(
+                    find_node((op, (), PLAIN, *(node_in(tensor, frame) for tensor in inputs)))
+                )
         return tuple(effects)
 
     def _frame_of(self, pairs: list[tuple[Tensor, Tensor]]) -> Frame:
@@ -166,7 +193,8 @@ def check_range(op: str, name: str, value: float, low: float, below: float = flo
 
 
 class SGD(Optimizer):
-    """Stochastic gradient descent, with momentum if asked for (Sutskever et al. 2013, in PyTorch's form).
+    """Stochastic gradient descent, with momentum if asked for (Sutskever et al. 2013, in PyTorch's
+    form).
 
     Weight decay is added to the gradient: g + weight_decay * w.
 
@@ -212,7 +240,9 @@ class SGD(Optimizer):
         if self.momentum:
             velocity = add(affine(states[0], scale=self.momentum), gradient)
             effects.append((ASSIGN, (states[0], velocity)))
-            gradient = add(affine(velocity, scale=self.momentum), gradient) if self.nesterov else velocity
+            gradient = (
+                add(affine(velocity, scale=self.momentum), gradient) if self.nesterov else velocity
+            )
         return [*effects, (ASSIGN, (parameter, sub(parameter, mul(gradient, reshape(hyper, ())))))]
 
 
@@ -241,7 +271,10 @@ class AdamW(Optimizer):
     ) -> None:
         super().__init__(params, lr=lr, accumulate_steps=accumulate_steps, average=average)
         name = type(self).__name__
-        self.betas = (check_range(name, "betas[0]", betas[0], 0.0, 1.0), check_range(name, "betas[1]", betas[1], 0.0, 1.0))
+        self.betas = (
+            check_range(name, "betas[0]", betas[0], 0.0, 1.0),
+            check_range(name, "betas[1]", betas[1], 0.0, 1.0),
+        )
         self.epsilon = check_range(name, "epsilon", epsilon, 0.0)
         self.weight_decay = check_range(name, "weight_decay", weight_decay, 0.0)
 
@@ -249,10 +282,19 @@ class AdamW(Optimizer):
         return np.zeros(parameter.shape), np.zeros(parameter.shape)
 
     def hyper(self, float_type: type[np.floating]) -> list[float]:
-        # The corrections must belong to the betas that the device really has: 1 - 0.999 in float32 is off by 5e-5.
+        # The corrections must belong to the betas that the device really has: 1 - 0.999 in float32
+        # is off by 5e-5.
         beta1, beta2 = (float(float_type(beta)) for beta in self.betas)
         decay = self.weight_decay
-        return [self.lr, beta1, beta2, self.epsilon, decay, 1 / (1 - beta1**self.t), 1 / (1 - beta2**self.t)]
+        return [
+            self.lr,
+            beta1,
+            beta2,
+            self.epsilon,
+            decay,
+            1 / (1 - beta1**self.t),
+            1 / (1 - beta2**self.t),
+        ]
 
     def update_single(
         self, parameter: Tensor, gradient: Tensor, states: tuple[Tensor, ...], hyper: Tensor
@@ -281,8 +323,8 @@ class Adam(AdamW):
         average: bool = True,
     ) -> None:
         super().__init__(
-            params, lr, betas=betas, epsilon=epsilon, weight_decay=weight_decay, accumulate_steps=accumulate_steps,
-            average=average,
+            params, lr, betas=betas, epsilon=epsilon, weight_decay=weight_decay,
+            accumulate_steps=accumulate_steps, average=average,
         )  # fmt: skip
 
     def hyper(self, float_type: type[np.floating]) -> list[float]:
