@@ -5,6 +5,7 @@ one twice is harmless.
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import threading
 from collections import OrderedDict
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from .plan import Plan, Program
 
 ALIGNMENT = 64  # bytes: one cache line, one AVX-512 register
+ALIGN_FROM = 1 << 16  # bytes: aligning a smaller array costs more than it gains
 
 
 class Device:
@@ -54,6 +56,11 @@ class Device:
         """Overwrite a source's value in place."""
         raise NotImplementedError
 
+    def integer_range(self, source: Source) -> tuple[int, int]:
+        """Return the smallest and the largest element of an integer source."""
+        array = self.download(source)
+        return int(array.min()), int(array.max())
+
     def compile(self, program: Program) -> Plan:
         """Turn a program into a plan that can be run again and again."""
         raise NotImplementedError
@@ -77,13 +84,20 @@ class Device:
 
 
 class HostStorage:
-    """Memory that both NumPy and ggml's CPU backend use; NumPy owns it."""
+    """Memory that both NumPy and ggml's CPU backend use; NumPy owns it.
 
-    __slots__ = ("array", "address")
+    ``serial`` is never used twice, unlike an address: a plan remembers by it what it is bound to.
+    """
+
+    __slots__ = ("array", "pointer", "serial")
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
-        self.address = int(ffi.cast("uintptr_t", ffi.from_buffer(array)))
+        self.pointer = ffi.from_buffer(array)
+        self.serial = next(_serials)
+
+
+_serials = itertools.count(1)
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -91,7 +105,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     matter.
     """
     nbytes = prod(shape) * dtype.itemsize
-    if nbytes < 4096:
+    if nbytes < ALIGN_FROM:
         return np.empty(shape, dtype)
     try:
         raw = np.empty(nbytes + ALIGNMENT, np.uint8)
@@ -99,8 +113,12 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         raise DeviceMemoryError(
             f"cpu: no memory for {nbytes / 2**20:.1f} MB, shape {shape}"
         ) from None
-    start = -int(ffi.cast("uintptr_t", ffi.from_buffer(raw))) % ALIGNMENT
+    start = -int(ffi.cast(_ADDRESS, ffi.from_buffer(raw))) % ALIGNMENT
     return raw[start : start + nbytes].view(dtype).reshape(shape)
+
+
+_ADDRESS = ffi.typeof("uintptr_t")
+_INT32_POINTER = ffi.typeof("int32_t *")
 
 
 class CpuDevice(Device):
@@ -130,6 +148,13 @@ class CpuDevice(Device):
     def write(self, source: Source, array: np.ndarray) -> None:
         with self.lock:
             source.storage.array[...] = array
+
+    def integer_range(self, source: Source) -> tuple[int, int]:
+        bounds = ffi.new("int32_t[2]")
+        values = source.storage
+        pointer = ffi.cast(_INT32_POINTER, values.pointer)
+        lib.pg_range_i32(pointer, values.array.size, bounds, bounds + 1)
+        return bounds[0], bounds[1]
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> HostStorage:
         """Return uninitialised storage."""

@@ -57,11 +57,10 @@ class GgmlPlan:
 
         b = Lowering(self.context, self.graph, self.device.own_kernels)
         made: dict[Step, GgmlTensor] = {}
-        self.input_indices: list[int] = []
+        self.input_indices = [index for index, _ in program.sources]
         self.input_tensors: list[GgmlTensor] = []
-        for index, step in [*program.sources, *((-1, step) for step in program.given)]:
+        for step in (*(step for _, step in program.sources), *program.given):
             tensor = made[step] = b.new(step.node.shape, step.node.dtype)
-            self.input_indices.append(index)
             self.input_tensors.append(tensor)
 
         def lower(step: Step) -> None:
@@ -92,21 +91,20 @@ class GgmlPlan:
         external = [*self.input_tensors, *self.output_tensors]
         self._external = ffi.new("struct ggml_tensor *[]", external)
         self._n_external = len(external)
-        self._bound = [0] * len(external)
+        self._bound = [0] * len(self.input_tensors)  # serial numbers of storages
 
-    def _bind(self, storages: list[Any]) -> None:
+    def _bind(self, inputs: list[Any], outputs: list[Any]) -> None:
         """Point every tensor outside the working buffer at its memory."""
-        moved = False
-        for i, storage in enumerate(storages):
-            if self._bound[i] != storage.address:
-                self._external[i].data = ffi.cast("void *", storage.address)
-                self._bound[i] = storage.address
-                moved = True
+        bound = self._bound
+        for i, storage in enumerate(inputs):
+            if bound[i] != storage.serial:
+                self.input_tensors[i].data = storage.pointer
+                bound[i] = storage.serial
+        for tensor, storage in zip(self.output_tensors, outputs, strict=True):
+            tensor.data = storage.pointer
         if self.epoch != self.device.epoch:
             self._allocate()
-            moved = True
-        if moved:
-            lib.pg_refresh_views(self.graph)
+        lib.pg_refresh_views(self.graph)
 
     def _allocate(self) -> None:
         """Give every other tensor its place in the working buffer, which grows if this plan needs
@@ -126,13 +124,10 @@ class GgmlPlan:
         self.epoch = self.device.epoch
 
     def run(self, sources: Sequence[Source], given: Sequence[Source]) -> list[Any]:
-        given_next = iter(given)
-        storages = [
-            (sources[index] if index >= 0 else next(given_next)).storage
-            for index in self.input_indices
-        ]
+        inputs = [sources[index].storage for index in self.input_indices]
+        inputs += [source.storage for source in given]
         outputs = [self.device.empty(shape, dtype) for shape, dtype in self.output_specs]
-        self._bind(storages + outputs)
+        self._bind(inputs, outputs)
         self.device.compute(self.graph, self.n_threads)
         return outputs
 

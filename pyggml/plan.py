@@ -86,6 +86,19 @@ def _order_of(node: Node) -> int:
     return node.order
 
 
+_mutated = graph.DerivedCache()
+
+
+def _mutated_sources(effects: tuple[Node, ...]) -> tuple[int, ...]:
+    """Return the numbers of the sources that effects change."""
+    found = _mutated.get(effects)
+    if found is None:
+        found = _mutated[effects] = tuple(
+            source_index(node.inputs[i]) for node in effects for i in node.op.mutates
+        )
+    return found
+
+
 def evaluate(frame: Frame, wanted: Tensor | None = None, effects: tuple[Node, ...] = ()) -> None:
     """Compute what is pending in a frame and held by somebody, then apply effects; everything in
     one run.
@@ -111,10 +124,9 @@ def evaluate(frame: Frame, wanted: Tensor | None = None, effects: tuple[Node, ..
     if wanted is not None and wanted._source is None and wanted._at[1] not in outputs:
         handles.append(wanted)
         outputs[wanted._at[1]] = None
-    for node in (
-        given.keys() & outputs.keys()
-    ):  # a second handle of something that has been computed
-        outputs[node] = given[node]
+    for node in given:
+        if node in outputs:  # a second handle of something that has been computed
+            outputs[node] = given[node]
 
     device = frame.device
     missing = tuple(node for node, source in outputs.items() if source is None)
@@ -129,15 +141,12 @@ def evaluate(frame: Frame, wanted: Tensor | None = None, effects: tuple[Node, ..
         tensor._source = outputs[tensor._at[1]]
 
     if effects:
-        for node in effects:
-            for index in node.op.mutates:
-                frame.sources[source_index(node.inputs[index])].version += 1
+        for index in _mutated_sources(effects):
+            frame.sources[index].version += 1
         frame.end("its parameters have been updated since")
         return
     frame.handles = living
-    if not any(node.requires_grad for node in outputs) and not any(
-        node.requires_grad for node in given
-    ):
+    if not any(node.requires_grad for node in (*outputs, *given)):
         frame.end("it was computed outside of a tape")
 
 

@@ -63,7 +63,8 @@ def test_digits_reads_held_out_digits(digits: tuple[str, Path]) -> None:
 
 
 def test_digits_writes_its_files_and_nothing_else(digits: tuple[str, Path]) -> None:
-    image = pytest.importorskip("matplotlib.image")
+    from matplotlib import image
+
     printed, folder = digits
     assert sorted(path.name for path in folder.iterdir()) == FILES
     for name in FILES:

@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .._ffi import ffi, lib
+from .._ffi import lib
 from ..dtypes import float32, int32
 from ..errors import DTypeError, IndexRangeError, SettingError, ShapeError
 from ..graph import Op, Spec
@@ -144,12 +144,7 @@ def integer_labels(
         raise DTypeError(f"{op}: labels must be integers; got a tensor of {labels.dtype}")
     source = labels._materialized()
     if source.label_range is None:
-        array = np.ascontiguousarray(source.device.download(source))
-        bounds = ffi.new("int32_t[2]")
-        lib.pg_range_i32(
-            ffi.cast("int32_t *", ffi.from_buffer(array)), array.size, bounds, bounds + 1
-        )
-        source.label_range = (bounds[0], bounds[1])
+        source.label_range = source.device.integer_range(source)
     low, high = source.label_range
     if low < (0 if ignore_index is None else -1) or high >= classes:
         wrong = low if low < 0 else high

@@ -75,7 +75,10 @@ def sum(x: TensorLike, *, axis: Axis = None, keepdims: bool = False) -> Tensor:
     array([4., 6.], dtype=float32)
     """
     x = as_tensor(x, op="sum")
-    axes = normalize_axes("sum", axis, x.ndim)
+    return _sum(x, normalize_axes("sum", axis, x.ndim), keepdims)
+
+
+def _sum(x: Tensor, axes: tuple[int, ...], keepdims: bool) -> Tensor:
     return record(SUM, x, axes=axes, keepdims=bool(keepdims)) if axes else x
 
 
@@ -86,8 +89,10 @@ def mean(x: TensorLike, *, axis: Axis = None, keepdims: bool = False) -> Tensor:
     2.5
     """
     x = as_tensor(x, op="mean")
-    axes = normalize_axes("mean", axis, x.ndim)
-    return affine(sum(x, axis=axes, keepdims=keepdims), scale=1.0 / prod(x.shape[a] for a in axes))
+    shape = x.shape
+    axes = normalize_axes("mean", axis, len(shape))
+    count = prod([shape[a] for a in axes])
+    return affine(_sum(x, axes, keepdims), scale=1.0 / count)
 
 
 def sum_to(x: Tensor, shape: Shape) -> Tensor:

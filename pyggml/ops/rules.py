@@ -82,12 +82,15 @@ def normalize_axis(op: str, axis: int, ndim: int) -> int:
     return index - ndim if index >= 0 else index
 
 
+ALL_AXES = [tuple(range(-ndim, 0)) for ndim in range(MAX_DIMS + 1)]
+
+
 def normalize_axes(op: str, axis: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
     """Return sorted axes counted from the end, for an int, several, or None (all); repeats raise
     ShapeError.
     """
     if axis is None:
-        return tuple(range(-ndim, 0))
+        return ALL_AXES[ndim]
     listed = axis if isinstance(axis, Sequence) else (axis,)
     axes = [normalize_axis(op, a, ndim) for a in listed]
     if len(set(axes)) != len(axes):

@@ -146,11 +146,7 @@ class Optimizer:
                     for a in self.init_single(parameter)
                 )
         nodes = [
-            (
-                node_in(p, frame),
-                node_in(g, frame),
-                tuple(frame.bind(source) for source in self._state[p]),
-            )
+            (node_in(p, frame), node_in(g, frame), *[frame.bind(s) for s in self._state[p]])
             for p, g in pairs
         ]
         key = (hyper, scale, *nodes)
@@ -164,7 +160,7 @@ class Optimizer:
         self, frame: Frame, nodes: list[tuple], hyper: Node, scale: float
     ) -> tuple[Node, ...]:
         effects = []
-        for parameter, gradient, states in nodes:
+        for parameter, gradient, *states in nodes:
             mean = passing(gradient, frame)
             if scale != 1.0:
                 mean = affine(mean, scale=scale)
