@@ -7,7 +7,7 @@ RUN    := $(VENV)/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 # What the installed package is made from; the Python files themselves are used from here.
-INPUTS := pyproject.toml build_ggml.py pyggml/_version.py pyggml/_ffi/kernels.c pyggml/_ffi/kernels.h
+INPUTS := pyproject.toml build_ggml.py pyggml/_version.py $(wildcard pyggml/_ffi/kernels/*)
 
 .PHONY: help demo test lint bench build clean
 .DELETE_ON_ERROR:

@@ -46,6 +46,7 @@ OLDEST_VULKAN_HEADERS = (1, 3, 275)
 
 ROOT = Path(__file__).resolve().parent
 PACKAGE = ROOT / "pyggml" / "_ffi"
+KERNELS = PACKAGE / "kernels"
 MODULE_FILE = "_ggml.abi3.so"
 STABLE_ABI = "cp310"  # the module uses only what every Python from 3.10 on has
 IS_MAC = sys.platform == "darwin"
@@ -619,7 +620,7 @@ def read_version(path: Path, pattern: str) -> str:
 
 
 def kernel_flags(cpu: str) -> list[str]:
-    """Return the flags that optimise kernels.c; no -ffast-math: NaN and infinity must stay."""
+    """Return the flags that optimise the kernels; no -ffast-math: NaN and infinity must stay."""
     flags = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd"]
     return [*flags, NATIVE_FLAG] if cpu == "native" else flags
 
@@ -662,7 +663,7 @@ def make_plan(options: Options) -> Plan:
         "layout": 1,  # to be raised when build_libraries puts other files there
     }
     module = {
-        "sources": hash_of(PACKAGE / "kernels.c", PACKAGE / "kernels.h", Path(__file__)),
+        "sources": hash_of(*sorted(KERNELS.glob("*.[ch]")), Path(__file__)),
         "record": record,
         "cffi": python_package("cffi", "generate the module that Python loads")[1],
         "openblas": python_package("scipy_openblas32", "multiply matrices fast")[1],
@@ -672,7 +673,7 @@ def make_plan(options: Options) -> Plan:
 
 
 def build_module(plan: Plan, libraries: Path, target: Path) -> None:
-    """Generate the module's C, compile it and kernels.c, link both with ggml and OpenBLAS."""
+    """Generate the module's C, compile it and the kernels, link all with ggml and OpenBLAS."""
     import cffi
 
     cc, include = compiler("C"), plan.source / "include"
@@ -688,7 +689,7 @@ def build_module(plan: Plan, libraries: Path, target: Path) -> None:
         say(f"declared by ggml but defined nowhere, so left out: {', '.join(undefined)}")
     ffi = cffi.FFI()
     ffi.cdef(text)
-    ffi.cdef((PACKAGE / "kernels.h").read_text())
+    ffi.cdef((KERNELS / "kernels.h").read_text())
     ffi.cdef(CALLBACKS + "".join(f"extern const char *const {name};\n" for name in plan.record))
     ffi.set_source(
         "pyggml._ffi._ggml",
@@ -698,12 +699,13 @@ def build_module(plan: Plan, libraries: Path, target: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="pyggml-") as folder:
         with contextlib.redirect_stdout(io.StringIO()):  # it says what it writes
             ffi.emit_c_code(f"{folder}/_ggml.c")
-        includes = [f"-I{p}" for p in (PACKAGE, include, blas / "include", python_headers())]
+        includes = [f"-I{p}" for p in (KERNELS, include, blas / "include", python_headers())]
         flags = shlex.split(os.environ.get("CFLAGS", ""))
+        kernels = sorted(KERNELS.glob("*.c"))
         for file, own_flags in (
             # Thin wrappers, some of them of functions that ggml marks as deprecated.
             (Path(folder, "_ggml.c"), ["-O1", "-w"]),
-            (PACKAGE / "kernels.c", ["-Wall", *kernel_flags(plan.options.cpu)]),
+            *((file, ["-Wall", *kernel_flags(plan.options.cpu)]) for file in kernels),
         ):
             command = [*cc, "-c", "-fPIC", "-std=gnu11", *includes, *own_flags, *flags, str(file)]
             sys.stderr.write(run([*command, "-o", f"{folder}/{file.stem}.o"]))
@@ -712,7 +714,7 @@ def build_module(plan: Plan, libraries: Path, target: Path) -> None:
         run(
             [
                 *(cc + (mac_kind if IS_MAC else ["-shared", "-Wl,--as-needed"])),
-                *(f"{folder}/{name}.o" for name in ("_ggml", "kernels")),
+                *(f"{folder}/{name}.o" for name in ("_ggml", *(file.stem for file in kernels))),
                 *("-o", str(target / MODULE_FILE), *map(str, linked)),
                 *(f"-L{blas / 'lib'}", "-lscipy_openblas", "-lm"),
                 *(f"-Wl,-rpath,{origin}/{p}" for p in ("lib", "../../scipy_openblas32/lib")),

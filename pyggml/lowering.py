@@ -28,7 +28,7 @@ class Lowering:
     def __init__(self, context: Any, graph: Any, own_kernels: bool) -> None:
         self.ctx = context
         self.graph = graph
-        self.own_kernels = own_kernels  # whether nodes of kernels.c can run on the device
+        self.own_kernels = own_kernels  # whether pyggml's own kernels can run on the device
         self._contiguous: dict[Any, GgmlTensor] = {}
 
     def add(self, tensor: GgmlTensor) -> GgmlTensor:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+import pyggml as pg
 
 ROOT = Path(__file__).resolve().parent.parent
 DIGITS = ROOT / "examples" / "digits.py"
@@ -143,11 +146,26 @@ def test_digits_help_explains_every_flag(tmp_path: Path) -> None:
         (["--epoch", "3"], "unrecognized arguments: --epoch 3"),
     ],
 )
-def test_digits_refuses_bad_flags(tmp_path: Path, flags: list[str], message: str) -> None:
+def test_digits_refuses_bad_flags(
+    flags: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     (tmp_path / "taken").write_text("a file, not a folder")
-    done = run(DIGITS, *flags, folder=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["digits.py", *flags])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(DIGITS))["parse_flags"]()
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_digits_refuses_bad_flags_without_a_traceback(tmp_path: Path) -> None:
+    done = run(DIGITS, "--lr", "fast", folder=tmp_path)
     assert done.returncode == 2
-    assert message in done.stderr
+    assert done.stderr.startswith("usage: digits.py")
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
 
@@ -176,6 +194,19 @@ def test_readme_example_runs(tmp_path: Path) -> None:
     done = run("-W", "error", "-c", code, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split()[-1]) < 0.01  # the last loss
+
+
+def test_readme_names_what_there_is_and_nothing_else() -> None:
+    text = (ROOT / "README.md").read_text()
+    for name, rest in re.findall(r"\b(ag|nn|optim|pg)\.([A-Za-z_]+)", text):
+        assert hasattr({"ag": pg.ag, "nn": pg.nn, "optim": pg.optim, "pg": pg}[name], rest), rest
+    section = text[text.index("All there is:") :]
+    for name, module in (("ag", pg.ag), ("nn", pg.nn), ("optim", pg.optim)):
+        entry = re.search(rf"^- `{name}`: (.*?)^(?=-|\n)", section, re.DOTALL | re.MULTILINE)
+        assert entry
+        listed = set(re.findall(r"`(\w+)`", entry[1]))
+        classes = {"Parameter", "Tensor", "Optimizer"}  # bases and results, not made by name
+        assert listed == set(module.__all__) - classes, name
 
 
 # ---- benchmarks ------------------------------------------------------------------------------

@@ -16,8 +16,7 @@ SEED = 20240
 
 @pytest.fixture(scope="module")
 def portable_cpu():
-    """Run ops with the lowering that every other device uses: ggml's own, without the kernels of
-    kernels.c.
+    """Run ops with the lowering that other devices use: ggml ops only.
     """
     device = CpuDevice(n_threads=1, own_kernels=False)
     yield device

@@ -1,4 +1,6 @@
-/* What kernels.c adds to ggml. build_ggml.py feeds this file to cffi as it stands, so it holds declarations only.
+/* What pyggml adds to ggml: kernels for which ggml has no op, or loses by a measured factor (benchmarks/).
+ *
+ * build_ggml.py feeds this file to cffi as it stands, so it holds declarations only.
  *
  * Every constructor returns a ggml_custom_4d node: its work is split over ggml's own workers, and it can stand in any graph
  * that runs on the CPU backend. Shapes are given in NumPy's order, last axis contiguous in memory. */

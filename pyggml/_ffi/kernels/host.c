@@ -1,0 +1,63 @@
+/* What the Python side needs besides kernels. */
+
+#include "common.h"
+#include <time.h>
+#include "cblas.h"
+
+void pg_range_i32(const int32_t * values, int64_t n, int32_t * smallest, int32_t * largest) {
+    int32_t lo = values[0], hi = values[0];
+    for (int64_t i = 1; i < n; i++) {
+        lo = MIN(lo, values[i]);
+        hi = MAX(hi, values[i]);
+    }
+    *smallest = lo;
+    *largest  = hi;
+}
+
+void pg_refresh_views(struct ggml_cgraph * graph) {
+    const int n = ggml_graph_n_nodes(graph);
+    for (int i = 0; i < n; i++) {
+        struct ggml_tensor * node = ggml_graph_node(graph, i);
+        if (node->view_src != NULL) {
+            node->data   = (char *) node->view_src->data + node->view_offs;
+            node->buffer = node->view_src->buffer;
+        }
+    }
+}
+
+void pg_forget_addresses(struct ggml_cgraph * graph, struct ggml_tensor ** keep, int n_keep) {
+    const int n = ggml_graph_n_nodes(graph);
+    for (int i = 0; i < n; i++) {
+        struct ggml_tensor * node = ggml_graph_node(graph, i);
+        bool kept = false;
+        for (int j = 0; j < n_keep && !kept; j++) {
+            kept = keep[j] == node;
+        }
+        if (!kept) {
+            node->data   = NULL;
+            node->buffer = NULL;
+        }
+    }
+}
+
+void pg_use_single_threaded_blas(void) {
+    scipy_openblas_set_num_threads(1);
+}
+
+const char * pg_blas_description(void) {
+    return scipy_openblas_get_config();
+}
+
+extern int pg_on_poll(void); /* Python, in _ffi/__init__.py: runs pending signal handlers; true to stop */
+
+bool pg_poll(void * poll_ms) {
+    static _Thread_local int64_t next;
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    const int64_t ms = (int64_t) now.tv_sec * 1000 + now.tv_nsec / 1000000;
+    if (ms < next) {
+        return false;
+    }
+    next = ms + (int64_t) (intptr_t) poll_ms;
+    return pg_on_poll() != 0;
+}

@@ -1,0 +1,58 @@
+/* Matrix products by BLAS, split over ggml's workers. */
+
+#include "common.h"
+#include "cblas.h"
+
+/* One operand's matrix as sgemm wants it: row-major, or transposed when its first axis is the contiguous one. */
+struct matrix {
+    enum CBLAS_TRANSPOSE trans;
+    blasint              ld;
+};
+
+static struct matrix matrix_of(const struct ggml_tensor * t) {
+    const bool rows = t->nb[0] == sizeof(float);
+    const size_t stride = rows ? t->nb[1] : t->nb[0];
+    const int64_t width = rows ? t->ne[0] : t->ne[1];
+    return (struct matrix) {rows ? CblasNoTrans : CblasTrans, (blasint) MAX((int64_t) (stride / sizeof(float)), MAX(width, 1))};
+}
+
+static const float * batch_item(const struct ggml_tensor * t, int64_t i2, int64_t i3) {
+    return (const float *) ((const char *) t->data + (t->ne[2] > 1 ? i2 * t->nb[2] : 0) + (t->ne[3] > 1 ? i3 * t->nb[3] : 0));
+}
+
+static void run_matmul(struct ggml_tensor * dst, int ith, int nth, void * unused) {
+    (void) unused;
+    const struct ggml_tensor * a = dst->src[0], * b = dst->src[1];
+    const struct matrix ma = matrix_of(a), mb = matrix_of(b);
+    const int64_t m = dst->ne[1], n = dst->ne[0], k = a->ne[0], batch = dst->ne[2] * dst->ne[3];
+
+    /* Split whole matrices when there are enough of them, else the longer side of each output matrix. */
+    int64_t first = 0, last = batch, row0 = 0, row1 = m, col0 = 0, col1 = n;
+    if (batch >= nth) {
+        share_of_work(batch, 1, ith, nth, &first, &last);
+    } else if (m >= n) {
+        share_of_work(m, 16, ith, nth, &row0, &row1);
+    } else {
+        share_of_work(n, 16, ith, nth, &col0, &col1);
+    }
+    if (row0 >= row1 || col0 >= col1) {
+        return;
+    }
+    for (int64_t i = first; i < last; i++) {
+        const int64_t i2 = i % dst->ne[2], i3 = i / dst->ne[2];
+        const float * pa = batch_item(a, i2, i3), * pb = batch_item(b, i2, i3);
+        float * pc = (float *) ((char *) dst->data + i2 * dst->nb[2] + i3 * dst->nb[3]);
+        pa += ma.trans == CblasNoTrans ? row0 * ma.ld : row0;
+        pb += mb.trans == CblasNoTrans ? col0 : col0 * mb.ld;
+        scipy_cblas_sgemm(
+            CblasRowMajor, ma.trans, mb.trans, (blasint) (row1 - row0), (blasint) (col1 - col0), (blasint) k, 1.0f, pa, ma.ld, pb,
+            mb.ld, 0.0f, pc + row0 * n + col0, (blasint) n);
+    }
+}
+
+struct ggml_tensor * pg_matmul(struct ggml_context * ctx, struct ggml_tensor * a, struct ggml_tensor * b) {
+    struct ggml_tensor * args[] = {a, b};
+    return ggml_custom_4d(
+        ctx, GGML_TYPE_F32, b->ne[0], a->ne[1], MAX(a->ne[2], b->ne[2]), MAX(a->ne[3], b->ne[3]), args, 2, run_matmul,
+        GGML_N_TASKS_MAX, NULL);
+}

@@ -1,0 +1,44 @@
+/* Reductions. */
+
+#include "common.h"
+
+enum { SUM_COLUMNS = 256, SUM_BLOCK = 32 };
+
+/* Rows are added in blocks, and the blocks' sums to the total: the rounding error grows with the number of blocks, not rows. */
+static void run_sum_middle(struct ggml_tensor * dst, int ith, int nth, void * unused) {
+    (void) unused;
+    const int64_t inner = dst->ne[0], outer = dst->ne[1];
+    const int64_t middle = ggml_nelements(dst->src[0]) / (inner * outer);
+    const int64_t strips = (inner + SUM_COLUMNS - 1) / SUM_COLUMNS;
+    /* few strips: give each worker narrower ones, in whole cache lines */
+    const int64_t narrow = (inner / nth + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
+    const int64_t width = outer * strips >= nth ? SUM_COLUMNS : MIN(MAX(narrow, CACHE_LINE), SUM_COLUMNS);
+    const int64_t per_row = (inner + width - 1) / width;
+    int64_t begin, end;
+    share_of_work(outer * per_row, 1, ith, nth, &begin, &end);
+    for (int64_t item = begin; item < end; item++) {
+        const int64_t o = item / per_row, column = item % per_row * width, n = MIN(width, inner - column);
+        const float * x = (const float *) dst->src[0]->data + o * middle * inner + column;
+        float * total = (float *) dst->data + o * inner + column;
+        memset(total, 0, n * sizeof(float));
+        for (int64_t row = 0; row < middle; row += SUM_BLOCK) {
+            float part[SUM_COLUMNS] = {0};
+            const int64_t last = MIN(row + SUM_BLOCK, middle);
+            for (int64_t r = row; r < last; r++) {
+                for (int64_t j = 0; j < n; j++) {
+                    part[j] += x[r * inner + j];
+                }
+            }
+            for (int64_t j = 0; j < n; j++) {
+                total[j] += part[j];
+            }
+        }
+    }
+}
+
+struct ggml_tensor * pg_sum_middle(
+    struct ggml_context * ctx, struct ggml_tensor * x, int64_t outer, int64_t middle, int64_t inner) {
+    (void) middle;
+    struct ggml_tensor * args[] = {x};
+    return ggml_custom_4d(ctx, GGML_TYPE_F32, inner, outer, 1, 1, args, 1, run_sum_middle, GGML_N_TASKS_MAX, NULL);
+}
