@@ -7,6 +7,7 @@ from . import ag, nn, optim
 from ._version import __version__
 from .device import Device, device, devices, get_num_threads, set_device, set_num_threads
 from .errors import (
+    AnomalyError,
     DeviceError,
     DeviceMemoryError,
     DTypeError,
@@ -20,6 +21,7 @@ from .errors import (
 )
 
 __all__ = [
+    "AnomalyError",
     "DTypeError",
     "Device",
     "DeviceError",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from .anomaly import detect_anomaly
 from .autograd import backward, grad, grad_tape, is_recording, no_grad
 from .device import Device
 from .gradcheck import gradcheck
 from .ops import *  # noqa: F403
 from .ops import __all__ as _ops
+from .report import plan_report
 from .tensor import Parameter, Tensor, TensorLike, make_tensor
 
 
@@ -45,12 +47,14 @@ __all__ = [
     "Parameter",
     "Tensor",
     "backward",
+    "detect_anomaly",
     "grad",
     "grad_tape",
     "gradcheck",
     "is_recording",
     "no_grad",
     "param",
+    "plan_report",
     "tensor",
     *(name for name in _ops if name not in ("update", "sum_to")),
 ]

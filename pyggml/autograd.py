@@ -127,7 +127,12 @@ class no_grad(_Recording):
 
 
 def is_recording() -> bool:
-    """Return whether ops are being taped in this thread."""
+    """Return whether ops are being taped in this thread.
+
+    >>> with ag.grad_tape():
+    ...     ag.is_recording()
+    True
+    """
     return state.mode.taped
 
 
@@ -145,7 +150,7 @@ def _gradient_nodes(
     """
     key = (target, seed, wanted, state.mode)
     found = _gradients.get(key)
-    if found is None:
+    if found is None or frame.lines is not None:  # the walk says which rule made which node
         found = _gradients[key] = _walk(target, seed, wanted, frame)
     return found
 
@@ -182,7 +187,11 @@ def _apply_rule(node: Node, g: Tensor, frame: Frame) -> tuple[Tensor | None, ...
             f"{node.op.name}: no gradient rule is written for this op; use its result, or detach it"
         )
     inputs = (passing(parent, frame) for parent in node.inputs)
-    parts = rule(g, passing(node, frame), *inputs, **dict(node.settings))
+    frame.rule_of = node
+    try:
+        parts = rule(g, passing(node, frame), *inputs, **dict(node.settings))
+    finally:
+        frame.rule_of = None
     return parts if isinstance(parts, tuple) else (parts,)
 
 

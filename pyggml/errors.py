@@ -44,3 +44,7 @@ class DeviceMemoryError(PyggmlError, MemoryError):
 
 class GradCheckError(GradError, AssertionError):
     """A gradient that ag.gradcheck found to be wrong."""
+
+
+class AnomalyError(PyggmlError, ArithmeticError):
+    """A NaN or infinity that ag.detect_anomaly found."""

@@ -238,10 +238,11 @@ class Frame:
         "handles",
         "ended",
         "tape_closed",
-        "segments",
+        "lines",
+        "rule_of",
     )
 
-    def __init__(self, device: Device | None) -> None:
+    def __init__(self, device: Device | None, traced: bool = False) -> None:
         self.device: Device = device  # type: ignore[assignment]  # only NOWHERE has none
         self.sources: list[Source] = []
         self.versions: list[int] = []
@@ -249,7 +250,9 @@ class Frame:
         self.handles: list[weakref.ref[Tensor]] = []
         self.ended: str | None = None  # why, once it has
         self.tape_closed = False  # whether a tape that recorded here has been closed
-        self.segments = 0
+        # Where each node was recorded first, inside a detect_anomaly block; None elsewhere.
+        self.lines: dict[Node, str] | None = {} if traced else None
+        self.rule_of: Node | None = None  # the node whose gradient rule is running
 
     def bind(self, source: Source) -> Node:
         """Return the leaf node of a source, numbering it if it is new; raise StaleError if it has
@@ -324,9 +327,9 @@ class State(threading.local):
 
     def __init__(self) -> None:
         self.mode = PLAIN
-        self.blocks: list[
-            tuple[object, bool]
-        ] = []  # open grad_tape and no_grad blocks; the last one decides
+        # Open grad_tape and no_grad blocks; the last one decides.
+        self.blocks: list[tuple[object, bool]] = []
+        self.tracing = 0  # open detect_anomaly blocks
         self.device: Device | None = None  # None: the process-wide default
         self.frames: dict[Device, Frame] = {}
         self.frame = NOWHERE  # the one used last
@@ -335,13 +338,13 @@ class State(threading.local):
         """Return this thread's frame for a device, a fresh one if the last has ended."""
         frame = self.frames.get(device)
         if frame is None or frame.ended:
-            frame = self.frames[device] = Frame(device)
+            frame = self.frames[device] = Frame(device, self.tracing > 0)
         self.frame = frame
         return frame
 
     def new_frame(self, device: Device) -> Frame:
         """Start a fresh frame for a device. Pending handles of the old one stay readable."""
-        frame = self.frame = self.frames[device] = Frame(device)
+        frame = self.frame = self.frames[device] = Frame(device, self.tracing > 0)
         return frame
 
     def inside(self, frame: Frame, mode: Mode) -> _Inside:

@@ -8,7 +8,7 @@ structure finds it at once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from . import graph
 from .graph import Frame, Node, Source, source_index
@@ -61,6 +61,10 @@ class Plan(Protocol):
     def run(self, sources: Sequence[Source], given: Sequence[Source]) -> list[Any]:
         """Run once; return the storage of each output."""
 
+    @property
+    def working_bytes(self) -> int:
+        """Memory for what lies between inputs and outputs."""
+
     def close(self) -> None:
         """Free what the plan holds; harmless when repeated."""
 
@@ -99,17 +103,19 @@ def _mutated_sources(effects: tuple[Node, ...]) -> tuple[int, ...]:
     return found
 
 
-def evaluate(frame: Frame, wanted: Tensor | None = None, effects: tuple[Node, ...] = ()) -> None:
-    """Compute what is pending in a frame and held by somebody, then apply effects; everything in
-    one run.
+class Pending(NamedTuple):
+    """What a run of a frame would compute, and from what."""
 
-    Handles keep their place on the tape as long as one of them can be differentiated; then, or
-    after effects, the frame ends.
-    """
-    frame.check_current()
+    handles: list[Tensor]  # those without a value
+    missing: tuple[Node, ...]  # the nodes to compute
+    known: dict[Node, Source]  # nodes of living handles that have a value
+
+
+def pending_in(frame: Frame, wanted: Tensor | None = None) -> Pending:
+    """Return what somebody holds in a frame, computed or not."""
     handles: list[Tensor] = []
-    outputs: dict[Node, Source | None] = {}
-    given: dict[Node, Source] = {}
+    missing: dict[Node, None] = {}
+    known: dict[Node, Source] = {}
     living = []
     for reference in frame.handles:
         tensor = reference()
@@ -118,36 +124,52 @@ def evaluate(frame: Frame, wanted: Tensor | None = None, effects: tuple[Node, ..
         living.append(reference)
         if tensor._source is None:
             handles.append(tensor)
-            outputs[tensor._at[1]] = None
+            missing[tensor._at[1]] = None
         else:
-            given[tensor._at[1]] = tensor._source
-    if wanted is not None and wanted._source is None and wanted._at[1] not in outputs:
+            known[tensor._at[1]] = tensor._source
+    frame.handles = living
+    if wanted is not None and wanted._source is None and wanted._at[1] not in missing:
         handles.append(wanted)
-        outputs[wanted._at[1]] = None
-    for node in given:
-        if node in outputs:  # a second handle of something that has been computed
-            outputs[node] = given[node]
+        missing[wanted._at[1]] = None
+    for node in known:  # a second handle of something that has been computed
+        missing.pop(node, None)
+    return Pending(handles, tuple(missing), known)
 
-    device = frame.device
-    missing = tuple(node for node, source in outputs.items() if source is None)
+
+def evaluate(frame: Frame, wanted: Tensor | None = None, effects: tuple[Node, ...] = ()) -> None:
+    """Compute what is pending in a frame and held by somebody, then apply effects, in one run.
+
+    Handles keep their place on the tape as long as one of them can be differentiated; then, or
+    after effects, the frame ends.
+    """
+    frame.check_current()
+    handles, missing, known = pending_in(frame, wanted)
+    if frame.lines is not None:
+        check_finite(frame, (*missing, *effects), known)
     if missing or effects:
-        key = (missing, effects, tuple(given))
-        with device.lock:
-            plan = device.plan_for(key, lambda: Program(missing, effects, tuple(given)))
-            storages = plan.run(frame.sources, tuple(given.values()))
+        storages = run(frame, missing, effects, known)
         for node, storage in zip(missing, storages, strict=True):
-            outputs[node] = Source(node.shape, node.dtype, device, storage)
+            known[node] = Source(node.shape, node.dtype, frame.device, storage)
     for tensor in handles:
-        tensor._source = outputs[tensor._at[1]]
+        tensor._source = known[tensor._at[1]]
 
     if effects:
         for index in _mutated_sources(effects):
             frame.sources[index].version += 1
         frame.end("its parameters have been updated since")
-        return
-    frame.handles = living
-    if not any(node.requires_grad for node in (*outputs, *given)):
+    elif not any(node.requires_grad for node in known):
         frame.end("it was computed outside of a tape")
 
 
-__all__ = ["Plan", "Program", "Step", "evaluate", "graph_order"]
+def run(
+    frame: Frame, outputs: tuple[Node, ...], effects: tuple[Node, ...], known: dict[Node, Source]
+) -> list[Any]:
+    """Run one program on a frame's sources; return the storage of each output."""
+    device = frame.device
+    given = tuple(known)
+    with device.lock:
+        plan = device.plan_for((outputs, effects, given), lambda: Program(outputs, effects, given))
+        return plan.run(frame.sources, tuple(known.values()))
+
+
+from .anomaly import check_finite  # noqa: E402  (at the end: it is built on run)

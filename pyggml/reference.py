@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,13 @@ class ReferencePlan:
             f"{node.op.name}: reference gives {result.shape}, shape rule {node.shape}"
         )
         return result.astype(self.device.numpy_dtype(node.dtype), copy=False)
+
+    @property
+    def working_bytes(self) -> int:
+        return sum(
+            prod(step.node.shape) * self.device.numpy_dtype(step.node.dtype).itemsize
+            for step in self.program.steps
+        )
 
     def close(self) -> None:
         pass
