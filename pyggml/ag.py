@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .anomaly import detect_anomaly
 from .autograd import backward, grad, grad_tape, is_recording, no_grad
+from .checkpoint import checkpoint
 from .device import Device
 from .gradcheck import gradcheck
 from .ops import *  # noqa: F403
@@ -47,6 +48,7 @@ __all__ = [
     "Parameter",
     "Tensor",
     "backward",
+    "checkpoint",
     "detect_anomaly",
     "grad",
     "grad_tape",

@@ -14,7 +14,7 @@ from typing import Any
 
 from . import graph
 from .errors import DTypeError, GradError, ShapeError
-from .graph import PLAIN, Frame, Mode, Node, source_index, state
+from .graph import Frame, Mode, Node, mode_of, source_index, state
 from .ops import add, full, sum_to
 from .plan import graph_order
 from .tensor import Tensor, node_in, passing, pending
@@ -77,11 +77,8 @@ class _Recording:
         return wrapped
 
 
-TAPED = Mode(True, 0)
-
-
 def _set_mode() -> None:
-    state.mode = TAPED if state.blocks and state.blocks[-1][1] else PLAIN
+    state.mode = mode_of(bool(state.blocks) and state.blocks[-1][1], state.segment)
 
 
 class grad_tape(_Recording):
@@ -105,6 +102,7 @@ class grad_tape(_Recording):
             for device, frame in list(state.frames.items()):
                 if frame.tape_closed or not frame.is_pending():
                     state.new_frame(device)
+            state.segments = 0
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -265,7 +263,7 @@ def grad(
         target,
         lambda frame, _: tuple(node_in(tensor, frame) for tensor in tensors),
         seed,
-        state.mode,
+        mode_of(state.mode.taped, state.segment, backward=True),
     )
     for tensor, node in zip(tensors, found, strict=True):
         if node is None and not allow_unused:
@@ -275,6 +273,9 @@ def grad(
             )
     results = [None if node is None else pending(node, frame) for node in found]
     return results[0] if isinstance(wrt, Tensor) else results
+
+
+_BACKWARD = mode_of(False, backward=True)
 
 
 def _leaves_of(frame: Frame, target: Node) -> tuple[Node, ...]:
@@ -300,7 +301,7 @@ def backward(target: Tensor, *, seed: Tensor | None = None) -> dict[Tensor, Tens
     >>> grads[w].numpy(), w.grad.numpy()
     (array([2., 4.], dtype=float32), array([2., 4.], dtype=float32))
     """
-    frame, leaves, found = _gradients_of("backward", target, _leaves_of, seed, PLAIN)
+    frame, leaves, found = _gradients_of("backward", target, _leaves_of, seed, _BACKWARD)
     owners = [frame.sources[source_index(node)].owner for node in leaves]
     tensors = [owner() if owner is not None else None for owner in owners]
     # A gradient that still waits for an earlier backward is computed first: k micro-batches are k
@@ -309,7 +310,7 @@ def backward(target: Tensor, *, seed: Tensor | None = None) -> dict[Tensor, Tens
         if tensor is not None and tensor.grad is not None and tensor.grad._source is None:
             tensor.grad._materialized()
     grads: dict[Tensor, Tensor] = {}
-    with state.inside(frame, PLAIN):
+    with state.inside(frame, _BACKWARD):
         for tensor, node in zip(tensors, found, strict=True):
             if tensor is not None and node is not None:
                 part = grads[tensor] = pending(node, frame)

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ._ffi import ffi, lib, take_pending_exception
+from .checks import positive_integer
 from .dtypes import DType
-from .errors import DeviceError, DeviceMemoryError, SettingError
+from .errors import DeviceError, DeviceMemoryError
 from .graph import Source, state
 
 if TYPE_CHECKING:
@@ -338,18 +339,10 @@ def set_num_threads(n_threads: int) -> None:
 
     Raises SettingError unless n_threads is a positive integer.
     """
-    if (
-        not isinstance(n_threads, int)
-        or isinstance(n_threads, bool)
-        or not 1 <= n_threads <= lib.GGML_MAX_N_THREADS
-    ):
-        raise SettingError(
-            f"set_num_threads: needs a positive integer, at most {lib.GGML_MAX_N_THREADS}; got "
-            f"{n_threads!r}"
-        )
+    count = positive_integer("set_num_threads", "n_threads", n_threads, lib.GGML_MAX_N_THREADS)
     cpu = _known()["cpu"]
     assert isinstance(cpu, CpuDevice)
-    cpu.set_num_threads(n_threads)
+    cpu.set_num_threads(count)
 
 
 def get_num_threads() -> int:

@@ -133,13 +133,18 @@ class GgmlPlan:
 
     @property
     def working_bytes(self) -> int:
-        """The working memory that ggml's allocator planned for this program alone."""
-        allocator = ffi.gc(
-            lib.ggml_gallocr_new(lib.ggml_backend_cpu_buffer_type()), lib.ggml_gallocr_free
-        )
-        size = ffi.new("size_t *")
-        lib.ggml_gallocr_reserve_n_size(allocator, self.graph, ffi.NULL, ffi.NULL, size)
-        return size[0]
+        """The working memory that ggml's allocator plans for this program alone."""
+        with self.device.lock:
+            lib.pg_forget_addresses(self.graph, self._external, self._n_external)
+            self.epoch = -1  # to be allocated again
+            for i in range(self._n_external):  # any address: these are not ggml's to allocate
+                self._external[i].data = self._external
+            buffer_type = lib.ggml_backend_cpu_buffer_type()
+            allocator = ffi.gc(lib.ggml_gallocr_new(buffer_type), lib.ggml_gallocr_free)
+            size = ffi.new("size_t *")
+            lib.ggml_gallocr_reserve_n_size(allocator, self.graph, ffi.NULL, ffi.NULL, size)
+            self._bound = [0] * len(self.input_tensors)
+            return size[0]
 
     def close(self) -> None:
         if self.context is not None:

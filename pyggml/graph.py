@@ -77,16 +77,31 @@ OPS: dict[str, Op] = {}
 """Every op by name."""
 
 
-class Mode(NamedTuple):
-    """How ops are recorded at the moment: on a tape or not, and inside which checkpointed segment
-    (0 is none).
+@dataclass(frozen=True, eq=False)
+class Mode:
+    """How ops are recorded at the moment; equal modes are one object (mode_of).
+
+    - taped: on a tape, so that the results can be differentiated.
+    - segment: the numbers of the checkpointed segments around it, outermost first.
+    - backward: by a gradient rule.
     """
 
     taped: bool
-    segment: int
+    segment: tuple[int, ...]
+    backward: bool
 
 
-PLAIN = Mode(False, 0)
+_modes: dict[tuple[bool, tuple[int, ...], bool], Mode] = {}
+
+
+def mode_of(taped: bool, segment: tuple[int, ...] = (), backward: bool = False) -> Mode:
+    """Return the one Mode with these values."""
+    key = (taped, segment, backward)
+    return _modes.get(key) or _modes.setdefault(key, Mode(*key))
+
+
+PLAIN = mode_of(False)
+TAPED = mode_of(True)
 
 
 class Node:
@@ -153,10 +168,8 @@ def make_node(key: tuple) -> Node:
     requires_grad = mode.taped and op.differentiable and any(node.requires_grad for node in inputs)
     if len(_nodes) >= MAX_NODES:
         clear_nodes()
-    if (
-        not requires_grad and mode is not PLAIN
-    ):  # the mode makes no difference: share the plain node
-        node = find_node((op, settings, PLAIN, *inputs))
+    if mode.taped and not requires_grad:  # the tape makes no difference: share the untaped node
+        node = find_node((op, settings, mode_of(False, mode.segment, mode.backward), *inputs))
     else:
         node = Node(op, tuple(inputs), settings, mode, spec, requires_grad)
     return _nodes.setdefault(key, node)
@@ -329,6 +342,8 @@ class State(threading.local):
         self.mode = PLAIN
         # Open grad_tape and no_grad blocks; the last one decides.
         self.blocks: list[tuple[object, bool]] = []
+        self.segment: tuple[int, ...] = ()  # the open checkpointed segments, outermost first
+        self.segments = 0  # how many there have been on the open tape
         self.tracing = 0  # open detect_anomaly blocks
         self.device: Device | None = None  # None: the process-wide default
         self.frames: dict[Device, Frame] = {}

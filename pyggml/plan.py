@@ -7,7 +7,7 @@ structure finds it at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from . import graph
@@ -18,16 +18,30 @@ if TYPE_CHECKING:
 
 
 class Step:
-    """One node to run, and the steps whose results it takes."""
+    """One node to run, and the steps whose results it takes.
 
-    __slots__ = ("node", "inputs")
+    A node of a checkpointed segment may have several steps: ``version`` 0 is the forward pass, the
+    higher ones are its recomputations, one for each segment around it.
+    """
 
-    def __init__(self, node: Node, inputs: tuple[Step, ...] = ()) -> None:
+    __slots__ = ("node", "inputs", "version")
+
+    def __init__(self, node: Node, inputs: tuple[Step, ...] = (), version: int = 0) -> None:
         self.node = node
         self.inputs = inputs
+        self.version = version
 
     def __repr__(self) -> str:
-        return f"Step({self.node})"
+        return f"Step({self.node}, version={self.version})" if self.version else f"Step({self.node})"
+
+
+Versioned = tuple[Node, int]
+Segments = Callable[[Node], tuple[int, ...]]
+
+
+def recorded_segments(node: Node) -> tuple[int, ...]:
+    """Return the segments in which a node was recorded."""
+    return node.mode.segment
 
 
 class Program:
@@ -35,24 +49,85 @@ class Program:
 
     Effects are nodes that change sources in place (Op.mutates). They come after every other step,
     so whatever reads a parameter reads the value it was recorded with.
+
+    Checkpointing (Griewank and Walther 2000; Chen et al. 2016) happens here, on finished nodes:
+    what the backward pass reads from inside a segment is a later version of the node, whose step
+    stands just before its first use. Values that cross the border of a segment are kept.
     """
 
     def __init__(
-        self, outputs: Sequence[Node], effects: Sequence[Node], given: Sequence[Node]
+        self,
+        outputs: Sequence[Node],
+        effects: Sequence[Node],
+        given: Sequence[Node],
+        segments: Segments = recorded_segments,
     ) -> None:
-        made: dict[Node, Step] = {node: Step(node) for node in given}
+        self.segments = segments
+        made: dict[Versioned, Step] = {(node, 0): Step(node) for node in given}
         self.given = list(made.values())
         self.sources: list[tuple[int, Step]] = []
         self.steps: list[Step] = []
         self.effects: list[Step] = []
-        for node in graph_order([*outputs, *effects], stop=made):
+        order = graph_order([*outputs, *effects], stop=set(given))
+        self._kept = self._kept_versions(order, {*outputs, *effects, *given})
+        for node in order:
             if node.op is graph.SOURCE:
-                step = made[node] = Step(node)
+                step = made[node, 0] = Step(node)
                 self.sources.append((source_index(node), step))
-            elif node not in made:
-                step = made[node] = Step(node, tuple(made[i] for i in node.inputs))
-                (self.effects if node.op.mutates else self.steps).append(step)
-        self.outputs = [made[node] for node in outputs]
+            elif (node, 0) not in made:
+                self._emit((node, 0), made)
+        self.outputs = [made[node, 0] for node in outputs]
+
+    def _kept_versions(self, order: list[Node], kept: set[Node]) -> dict[Node, int]:
+        """Return the version that the backward pass reads of each node in a segment.
+
+        A node used outside of a segment, or held by somebody, is kept in the version outside of it.
+        """
+        versions = {}
+        for node in order:
+            if node.op is not graph.SOURCE and (path := self.segments(node)):
+                versions[node] = 0 if node in kept else len(path)
+        if versions:
+            for node in order:
+                for parent in node.inputs:
+                    if parent in versions and not self._is_backward_of(node, parent):
+                        common = self._common_segments(node, parent)
+                        versions[parent] = min(versions[parent], common)
+        return versions
+
+    def _is_backward_of(self, node: Node, parent: Node) -> bool:
+        """Tell whether a node belongs to the backward pass through a segment of its input."""
+        return node.mode.backward and len(self.segments(node)) < len(self.segments(parent))
+
+    def _common_segments(self, node: Node, parent: Node) -> int:
+        """Return how many segments two nodes share."""
+        mine, other = self.segments(node), self.segments(parent)
+        count = 0
+        while count < min(len(mine), len(other)) and mine[count] == other[count]:
+            count += 1
+        return count
+
+    def _input_version(self, node: Node, version: int, parent: Node) -> int:
+        kept = self._kept.get(parent, 0)
+        if not kept or self._is_backward_of(node, parent):
+            return kept
+        return min(kept, version, self._common_segments(node, parent))
+
+    def _emit(self, wanted: Versioned, made: dict[Versioned, Step]) -> None:
+        """Append the step of a node, after those of the recomputed values that it reads."""
+        missing = {wanted}
+        stack = [wanted]
+        while stack:
+            node, version = stack.pop()
+            for parent in node.inputs:
+                key = (parent, self._input_version(node, version, parent))
+                if key not in made and key not in missing:
+                    missing.add(key)
+                    stack.append(key)
+        for node, version in sorted(missing, key=lambda item: item[0].order):
+            inputs = tuple(made[i, self._input_version(node, version, i)] for i in node.inputs)
+            step = made[node, version] = Step(node, inputs, version)
+            (self.effects if node.op.mutates else self.steps).append(step)
 
 
 class Plan(Protocol):

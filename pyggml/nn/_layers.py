@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..errors import SettingError
+from ..checks import positive_integer
 from ..ops import add, matmul, relu, transpose
 from ..tensor import Parameter, Tensor, make_tensor
 from ._module import Module
@@ -23,9 +23,8 @@ class Linear(Module):
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool = True, seed: int | None = None
     ) -> None:
-        for name, value in (("in_features", in_features), ("out_features", out_features)):
-            if not isinstance(value, int) or value < 1:
-                raise SettingError(f"Linear: {name} must be a positive integer; got {value!r}")
+        in_features = positive_integer("Linear", "in_features", in_features)
+        out_features = positive_integer("Linear", "out_features", out_features)
         generator = np.random.default_rng(seed)
         bound = 1.0 / np.sqrt(in_features)
         self.weight = _parameter(generator.uniform(-bound, bound, (out_features, in_features)))

@@ -175,7 +175,7 @@ RELU: Op = Op(
     "relu",
     shape=same("relu"),
     lower=lambda b, x: lib.ggml_relu(b.ctx, b.contiguous(x)),
-    grad=lambda g, out, x: record(RELU_BACK, g, x),
+    grad=lambda g, out, x: record(RELU_BACK, g, out),  # not x, which need not be kept then
     reference=lambda x: np.maximum(x, 0.0),
 )
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from ..checks import number_in, positive_integer
 from ..dtypes import float32
 from ..errors import GradError, SettingError
 from ..graph import PLAIN, DerivedCache, Frame, Node, Op, Source, find_node, state
@@ -51,22 +52,23 @@ class Optimizer:
                 raise SettingError(
                     f"{name}: needs parameters made with ag.param; got {type(parameter).__name__}"
                 )
-        if (
-            isinstance(accumulate_steps, bool)
-            or not isinstance(accumulate_steps, int)
-            or accumulate_steps < 1
-        ):
-            raise SettingError(
-                f"{name}: accumulate_steps must be a positive integer; got {accumulate_steps!r}"
-            )
-        self.lr = check_range(name, "lr", lr, 0.0)
-        self.accumulate_steps = accumulate_steps
+        self.accumulate_steps = positive_integer(name, "accumulate_steps", accumulate_steps)
+        self.lr = lr
         self.average = bool(average)
         self.t = 0
         """Updates made; calls of step() that only filled the window do not count."""
         self._gathered = 0  # backward passes in the open window
         self._state: dict[Tensor, tuple[Source, ...]] = {}
         self._effects = DerivedCache()  # nodes of a step -> the nodes of its update
+
+    @property
+    def lr(self) -> float:
+        """The learning rate. Changing it plans nothing anew."""
+        return self._lr
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        self._lr = number_in(type(self).__name__, "lr", value, 0.0)
 
     # ---- what a method defines ----
 
@@ -181,13 +183,6 @@ class Optimizer:
         return frames[-1] if frames else state.new_frame(pairs[0][0].device)
 
 
-def check_range(op: str, name: str, value: float, low: float, below: float = float("inf")) -> float:
-    """Return value as a float, or raise SettingError unless low <= value < below."""
-    if not isinstance(value, (int, float)) or not low <= value < below:
-        raise SettingError(f"{op}: {name} must be in [{low}, {below}); got {value!r}")
-    return float(value)
-
-
 class SGD(Optimizer):
     """Stochastic gradient descent, with momentum if asked for (Sutskever et al. 2013, in PyTorch's
     form).
@@ -215,8 +210,8 @@ class SGD(Optimizer):
         average: bool = True,
     ) -> None:
         super().__init__(params, lr=lr, accumulate_steps=accumulate_steps, average=average)
-        self.momentum = check_range("SGD", "momentum", momentum, 0.0, 1.0)
-        self.weight_decay = check_range("SGD", "weight_decay", weight_decay, 0.0)
+        self.momentum = number_in("SGD", "momentum", momentum, 0.0, 1.0)
+        self.weight_decay = number_in("SGD", "weight_decay", weight_decay, 0.0)
         self.nesterov = bool(nesterov)
         if self.nesterov and not self.momentum:
             raise SettingError("SGD: nesterov needs momentum > 0")
@@ -268,11 +263,11 @@ class AdamW(Optimizer):
         super().__init__(params, lr=lr, accumulate_steps=accumulate_steps, average=average)
         name = type(self).__name__
         self.betas = (
-            check_range(name, "betas[0]", betas[0], 0.0, 1.0),
-            check_range(name, "betas[1]", betas[1], 0.0, 1.0),
+            number_in(name, "betas[0]", betas[0], 0.0, 1.0),
+            number_in(name, "betas[1]", betas[1], 0.0, 1.0),
         )
-        self.epsilon = check_range(name, "epsilon", epsilon, 0.0)
-        self.weight_decay = check_range(name, "weight_decay", weight_decay, 0.0)
+        self.epsilon = number_in(name, "epsilon", epsilon, 0.0)
+        self.weight_decay = number_in(name, "weight_decay", weight_decay, 0.0)
 
     def init_single(self, parameter: Tensor) -> tuple[np.ndarray, ...]:
         return np.zeros(parameter.shape), np.zeros(parameter.shape)
