@@ -9,7 +9,7 @@ from .device import Device
 from .gradcheck import gradcheck
 from .ops import *  # noqa: F403
 from .ops import __all__ as _ops
-from .report import plan_report
+from .report import plan_report, saved_tensors
 from .tensor import Parameter, Tensor, TensorLike, make_tensor
 
 
@@ -57,6 +57,7 @@ __all__ = [
     "no_grad",
     "param",
     "plan_report",
+    "saved_tensors",
     "tensor",
     *(name for name in _ops if name not in ("update", "sum_to")),
 ]

@@ -1,17 +1,13 @@
-"""Find the first NaN or infinity: the op that made it, its shapes, and the line that recorded it."""
+"""Find the first NaN or infinity: its op, its shapes, and the line that recorded it."""
 
 from __future__ import annotations
 
 import linecache
-import sys
-from pathlib import Path
 
 import numpy as np
 
 from .errors import AnomalyError
-from .graph import SOURCE, Frame, Node, Source, state
-
-_PACKAGE = str(Path(__file__).parent)
+from .graph import SOURCE, Frame, Node, Source, calling_line, state
 
 
 class detect_anomaly:
@@ -41,18 +37,22 @@ class detect_anomaly:
                 frame.lines = None
 
 
-def calling_line(frame: Frame) -> str:
-    """Return the innermost line outside of pyggml, and the op whose gradient rule is running."""
-    caller = sys._getframe(1)
-    while caller.f_back is not None and caller.f_code.co_filename.startswith(_PACKAGE):
-        caller = caller.f_back
-    file, line = caller.f_code.co_filename, caller.f_lineno
+def note_line(frame: Frame, node: Node) -> None:
+    """Remember the line that recorded a node first, and the node whose gradient rule it serves."""
+    if frame.lines is not None and node not in frame.lines:
+        frame.lines[node] = (*calling_line(), frame.rule_of)
+
+
+def _place(frame: Frame, node: Node) -> str:
+    """Return where a node was recorded, in words."""
+    if frame.lines is None or node not in frame.lines:
+        return "a line outside of detect_anomaly"
+    file, line, rule_of = frame.lines[node]
     code = linecache.getline(file, line).strip()
     place = f"{file}:{line}: {code}" if code else f"{file}:{line}"
-    if frame.rule_of is None or frame.lines is None:
+    if rule_of is None:
         return place
-    forward = frame.lines.get(frame.rule_of, "an unknown line")
-    return f"{place} (in the gradient of {frame.rule_of.op.name}, recorded at {forward})"
+    return f"{place} (in the gradient of {rule_of.op.name}, recorded at {_place(frame, rule_of)})"
 
 
 def check_finite(frame: Frame, roots: tuple[Node, ...], known: dict[Node, Source]) -> None:
@@ -74,8 +74,8 @@ def check_finite(frame: Frame, roots: tuple[Node, ...], known: dict[Node, Source
         if wrong.any():
             index = tuple(int(i) for i in np.argwhere(wrong)[0])
             shapes = ", ".join(str(parent.shape) for parent in node.inputs) or "none"
-            place = (frame.lines or {}).get(node, "a line outside of detect_anomaly")
             raise AnomalyError(
                 f"detect_anomaly: {node.op.name} made {array[index]} at index {index} of its "
-                f"result, shape {node.shape}, from inputs of shapes {shapes}; recorded at {place}"
+                f"result, shape {node.shape}, from inputs of shapes {shapes}; recorded at "
+                f"{_place(frame, node)}"
             )

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import graph
+from .checks import positive_integer
 from .errors import DTypeError, GradError, ShapeError
-from .graph import Frame, Mode, Node, mode_of, source_index, state
+from .graph import Budget, Frame, Mode, Node, mode_of, source_index, state
 from .ops import add, full, sum_to
 from .plan import graph_order
 from .tensor import Tensor, node_in, passing, pending
@@ -43,6 +44,9 @@ class _Recording:
         state.blocks.remove(self._entries.pop())
         _set_mode()
 
+    def _copy(self) -> _Recording:
+        return type(self)()
+
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function, or each step of a generator function, in the block."""
         if inspect.isgeneratorfunction(function):
@@ -52,7 +56,7 @@ class _Recording:
                 iterator = function(*args, **kwargs)
                 value, step = None, iterator.send
                 while True:
-                    with type(self)():
+                    with self._copy():
                         try:
                             yielded = step(value)
                         except StopIteration as stop:
@@ -71,7 +75,7 @@ class _Recording:
 
         @functools.wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            with type(self)():
+            with self._copy():
                 return function(*args, **kwargs)
 
         return wrapped
@@ -82,8 +86,12 @@ def _set_mode() -> None:
 
 
 class grad_tape(_Recording):
-    """Record the ops inside, so that ag.backward can follow them. Usable as a with block or a
-    decorator; blocks nest.
+    """Record the ops inside, so that ag.backward can follow them; a with block or a decorator.
+
+    Blocks nest. ``memory_budget``, in bytes, bounds the planned working memory of the step (the
+    values between inputs and outputs; plan_report calls them activations): what does not fit is
+    recomputed in the backward pass. "sqrt" cuts the forward pass in as many segments as the root of
+    its length. Results stay equal to the last bit.
 
     >>> w = ag.param([2.0])
     >>> with ag.grad_tape():
@@ -94,6 +102,15 @@ class grad_tape(_Recording):
 
     _taped = True
 
+    def __init__(self, *, memory_budget: Budget | None = None) -> None:
+        super().__init__()
+        if memory_budget is not None and memory_budget != "sqrt":
+            memory_budget = positive_integer("grad_tape", "memory_budget", memory_budget)
+        self._memory_budget = memory_budget
+
+    def _copy(self) -> _Recording:
+        return grad_tape(memory_budget=self._memory_budget)
+
     def __enter__(self) -> _Recording:
         if not any(taped for _, taped in state.blocks):
             # Number sources from 0 again, so that a step like the last one has equal nodes; but
@@ -103,11 +120,15 @@ class grad_tape(_Recording):
                 if frame.tape_closed or not frame.is_pending():
                     state.new_frame(device)
             state.segments = 0
+            state.memory_budget = self._memory_budget
+            for frame in state.frames.values():
+                frame.memory_budget = self._memory_budget
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         if not any(taped for _, taped in state.blocks):
+            state.memory_budget = None
             for frame in state.frames.values():
                 frame.tape_closed = True
 

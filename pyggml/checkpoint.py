@@ -12,7 +12,8 @@ Result = TypeVar("Result")
 
 
 def checkpoint(fn: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """Call fn and return its result; the backward pass recomputes what it made instead of keeping it.
+    """Call fn and return its result; the backward pass recomputes what it made instead of keeping
+    it.
 
     ``fn`` is called once, here. What it records is marked as one segment: values that leave the
     segment are kept, those inside are freed after their last use in the forward pass and computed

@@ -24,6 +24,7 @@ def positive_integer(op: str, name: str, value: object, highest: int | None = No
 
 def number_in(op: str, name: str, value: object, low: float, below: float = float("inf")) -> float:
     """Return value as a float, or raise SettingError unless low <= value < below."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not low <= value < below:
+    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else None
+    if number is None or not low <= number < below:
         raise SettingError(f"{op}: {name} must be in [{low}, {below}); got {value!r}")
-    return float(value)
+    return number

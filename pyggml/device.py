@@ -66,6 +66,15 @@ class Device:
         """Turn a program into a plan that can be run again and again."""
         raise NotImplementedError
 
+    def working_bytes(self, program: Program) -> int:
+        """Return the memory that a program's values between inputs and outputs would take."""
+        with self.lock:
+            plan = self.compile(program)
+            try:
+                return plan.working_bytes
+            finally:
+                plan.close()
+
     def plan_for(self, key: tuple, make: Any) -> Plan:
         """Return the cached plan under a key; make() gives the program of one that is missing."""
         plan = self.plans.get(key)

@@ -48,3 +48,7 @@ class GradCheckError(GradError, AssertionError):
 
 class AnomalyError(PyggmlError, ArithmeticError):
     """A NaN or infinity that ag.detect_anomaly found."""
+
+
+class MemoryBudgetError(PyggmlError, MemoryError):
+    """A memory budget that no plan can keep."""

@@ -14,11 +14,13 @@ nodes carry only that number.
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from .dtypes import DType
 from .errors import StaleError
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 MAX_DIMS = 4  # ggml's limit
 
 Shape = tuple[int, ...]
+Budget = int | Literal["sqrt"]
 
 
 class Spec(NamedTuple):
@@ -65,6 +68,8 @@ class Op:
     grad: Callable[..., Any] | None = None
     differentiable: bool = True
     mutates: tuple[int, ...] = ()
+    alias: bool = False
+    is_product: bool = False
 
     def __post_init__(self) -> None:
         OPS[self.name] = self
@@ -109,7 +114,17 @@ class Node:
     come first by it.
     """
 
-    __slots__ = ("op", "inputs", "settings", "mode", "shape", "dtype", "requires_grad", "order")
+    __slots__ = (
+        "op",
+        "inputs",
+        "settings",
+        "mode",
+        "shape",
+        "dtype",
+        "requires_grad",
+        "order",
+        "line",
+    )
 
     def __init__(
         self,
@@ -127,9 +142,21 @@ class Node:
         self.shape, self.dtype = spec
         self.requires_grad = requires_grad
         self.order = next(_order)
+        self.line = calling_line()
 
     def __repr__(self) -> str:
         return f"{self.op.name}{list(self.shape)}"
+
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__))
+
+
+def calling_line() -> tuple[str, int]:
+    """Return file and number of the innermost line outside of pyggml."""
+    caller = sys._getframe(1)
+    while caller.f_back is not None and caller.f_code.co_filename.startswith(_PACKAGE):
+        caller = caller.f_back
+    return caller.f_code.co_filename, caller.f_lineno
 
 
 _order = itertools.count()
@@ -253,6 +280,7 @@ class Frame:
         "tape_closed",
         "lines",
         "rule_of",
+        "memory_budget",
     )
 
     def __init__(self, device: Device | None, traced: bool = False) -> None:
@@ -264,8 +292,9 @@ class Frame:
         self.ended: str | None = None  # why, once it has
         self.tape_closed = False  # whether a tape that recorded here has been closed
         # Where each node was recorded first, inside a detect_anomaly block; None elsewhere.
-        self.lines: dict[Node, str] | None = {} if traced else None
+        self.lines: dict[Node, tuple[str, int, Node | None]] | None = {} if traced else None
         self.rule_of: Node | None = None  # the node whose gradient rule is running
+        self.memory_budget: Budget | None = None
 
     def bind(self, source: Source) -> Node:
         """Return the leaf node of a source, numbering it if it is new; raise StaleError if it has
@@ -344,6 +373,7 @@ class State(threading.local):
         self.blocks: list[tuple[object, bool]] = []
         self.segment: tuple[int, ...] = ()  # the open checkpointed segments, outermost first
         self.segments = 0  # how many there have been on the open tape
+        self.memory_budget: Budget | None = None  # of the open tape
         self.tracing = 0  # open detect_anomaly blocks
         self.device: Device | None = None  # None: the process-wide default
         self.frames: dict[Device, Frame] = {}
@@ -353,13 +383,14 @@ class State(threading.local):
         """Return this thread's frame for a device, a fresh one if the last has ended."""
         frame = self.frames.get(device)
         if frame is None or frame.ended:
-            frame = self.frames[device] = Frame(device, self.tracing > 0)
+            return self.new_frame(device)
         self.frame = frame
         return frame
 
     def new_frame(self, device: Device) -> Frame:
         """Start a fresh frame for a device. Pending handles of the old one stay readable."""
         frame = self.frame = self.frames[device] = Frame(device, self.tracing > 0)
+        frame.memory_budget = self.memory_budget
         return frame
 
     def inside(self, frame: Frame, mode: Mode) -> _Inside:

@@ -32,7 +32,9 @@ class Step:
         self.version = version
 
     def __repr__(self) -> str:
-        return f"Step({self.node}, version={self.version})" if self.version else f"Step({self.node})"
+        return (
+            f"Step({self.node}, version={self.version})" if self.version else f"Step({self.node})"
+        )
 
 
 Versioned = tuple[Node, int]
@@ -240,11 +242,22 @@ def run(
     frame: Frame, outputs: tuple[Node, ...], effects: tuple[Node, ...], known: dict[Node, Source]
 ) -> list[Any]:
     """Run one program on a frame's sources; return the storage of each output."""
-    device = frame.device
-    given = tuple(known)
+    device, given = frame.device, tuple(known)
+    key = (outputs, effects, given, frame.memory_budget)
     with device.lock:
-        plan = device.plan_for((outputs, effects, given), lambda: Program(outputs, effects, given))
+        plan = device.plan_for(key, lambda: program_for(frame, outputs, effects, given))
         return plan.run(frame.sources, tuple(known.values()))
 
 
-from .anomaly import check_finite  # noqa: E402  (at the end: it is built on run)
+def program_for(
+    frame: Frame, outputs: tuple[Node, ...], effects: tuple[Node, ...], given: tuple[Node, ...]
+) -> Program:
+    """Return the program for a frame: as recorded, or fitted to its tape's memory budget."""
+    if frame.memory_budget is None:
+        return Program(outputs, effects, given)
+    return fit_to_budget(outputs, effects, given, frame.memory_budget, frame.device)
+
+
+# At the end: both are built on the above.
+from .anomaly import check_finite  # noqa: E402
+from .remat import fit_to_budget  # noqa: E402

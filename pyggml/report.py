@@ -1,15 +1,15 @@
-"""What will run, and what it will cost: the plan behind pending values, in words and as a drawing."""
+"""What will run and what it will cost: the plan behind pending values, in words and drawn."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 from .errors import PyggmlError
-from .graph import SOURCE, Node
-from .plan import Program, Step, pending_in
+from .graph import SOURCE, Frame, Node, Source
+from .plan import Step, pending_in, program_for
+from .remat import size_of
 from .tensor import Parameter, Tensor
 
 
@@ -77,6 +77,20 @@ class PlanReport:
         return drawing
 
 
+def _waiting(
+    op: str, values: tuple[Tensor, ...]
+) -> tuple[Frame, tuple[Node, ...], dict[Node, Source], list[Tensor]]:
+    """Return the frame of pending values, and what a run of it would compute."""
+    waiting = [value for value in values if value._source is None]
+    if not waiting:
+        raise PyggmlError(f"{op}: nothing is pending; call it before the value is computed")
+    frame = waiting[0]._at[0]
+    if any(value._at[0] is not frame for value in waiting):
+        raise PyggmlError(f"{op}: these values are on several tapes; report on one at a time")
+    handles, missing, known = pending_in(frame, waiting[0])
+    return frame, missing, known, handles
+
+
 def plan_report(*values: Tensor) -> PlanReport:
     """Report on the graph that looking at pending values would run.
 
@@ -91,15 +105,9 @@ def plan_report(*values: Tensor) -> PlanReport:
     >>> report.bytes["parameters"], report.bytes["gradients"], report.fallbacks
     (24, 24, [])
     """
-    waiting = [value for value in values if value._source is None]
-    if not waiting:
-        raise PyggmlError("plan_report: nothing is pending; call it before the value is computed")
-    frame = waiting[0]._at[0]
-    if any(value._at[0] is not frame for value in waiting):
-        raise PyggmlError("plan_report: these values are on several tapes; report on one at a time")
-    handles, missing, known = pending_in(frame, waiting[0])
-    program = Program(missing, (), tuple(known))
+    frame, missing, known, handles = _waiting("plan_report", values)
     device = frame.device
+    program = program_for(frame, missing, (), tuple(known))
 
     owners = [source.owner() if source.owner is not None else None for source in frame.sources]
     gradients = {id(owner.grad) for owner in owners if owner is not None}
@@ -116,13 +124,42 @@ def plan_report(*values: Tensor) -> PlanReport:
         OpLine(s.node.op.name, s.node.shape, tuple(i.node.shape for i in s.inputs), device.name)
         for s in program.steps
     ]
-    with device.lock:
-        plan = device.compile(program)
-        sizes["activations"] = plan.working_bytes
-        plan.close()
+    sizes["activations"] = device.working_bytes(program)
     return PlanReport(device.name, lines, sizes, [], program.steps)
 
 
-def size_of(node: Node) -> int:
-    """Return the bytes of a node's value."""
-    return prod(node.shape) * node.dtype.size
+@dataclass(frozen=True)
+class SavedTensor:
+    """A value of the forward pass that is kept for the backward pass."""
+
+    op: str
+    shape: tuple[int, ...]
+    bytes: int
+    line: str
+
+
+def saved_tensors(*values: Tensor) -> list[SavedTensor]:
+    """List what the forward pass of pending values keeps for their backward pass.
+
+    Call it after ag.backward and before the values are computed. Parameters and data are not
+    listed: they are there anyway. The line is where a structure was recorded first.
+
+    >>> w = ag.param(np.ones((2, 3)))
+    >>> with ag.grad_tape():
+    ...     loss = ag.sum(ag.relu(w * 2.0))
+    >>> grads = ag.backward(loss)
+    >>> [(kept.op, kept.bytes) for kept in ag.saved_tensors(loss)]
+    [('relu', 24)]
+    """
+    frame, missing, known = _waiting("saved_tensors", values)[:3]
+    program = program_for(frame, missing, (), tuple(known))
+    kept: dict[Node, None] = {}
+    for step in program.steps:
+        if step.version or step.node.mode.backward:
+            for parent in step.inputs:
+                node = parent.node
+                while node.op.alias:
+                    node = node.inputs[0]
+                if node.inputs and not parent.version and not node.mode.backward:
+                    kept[node] = None
+    return [SavedTensor(n.op.name, n.shape, size_of(n), f"{n.line[0]}:{n.line[1]}") for n in kept]

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from . import graph
-from .anomaly import calling_line
+from .anomaly import note_line
 from .device import Device, resolve_device
 from .dtypes import DType, as_array, as_dtype, float32, int32
 from .errors import DeviceError, DTypeError, GradError, PyggmlError, ShapeError, StaleError
@@ -278,7 +278,7 @@ def pending(node: Node, frame: Frame) -> Tensor:
     tensor = _new((frame, node), None)
     frame.handles.append(ref(tensor))
     if frame.lines is not None:
-        frame.lines.setdefault(node, calling_line(frame))
+        note_line(frame, node)
     return tensor
 
 

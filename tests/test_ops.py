@@ -16,8 +16,7 @@ SEED = 20240
 
 @pytest.fixture(scope="module")
 def portable_cpu():
-    """Run ops with the lowering that other devices use: ggml ops only.
-    """
+    """Run ops with the lowering that other devices use: ggml ops only."""
     device = CpuDevice(n_threads=1, own_kernels=False)
     yield device
     device.close()

@@ -135,6 +135,8 @@ def div(x: TensorLike, y: TensorLike) -> Tensor:
 
 
 def _lower_affine(b: Lowering, x: GgmlTensor, *, scale: float, shift: float) -> GgmlTensor:
+    if b.own_kernels:  # ggml's runs on one thread
+        return lib.pg_affine(b.ctx, b.contiguous(x), scale, shift)
     if shift == 0.0:
         return lib.ggml_scale(b.ctx, b.contiguous(x), scale)
     return lib.ggml_scale_bias(b.ctx, b.contiguous(x), scale, shift)
@@ -169,58 +171,132 @@ def neg(x: TensorLike) -> Tensor:
     return affine(x, scale=-1.0)
 
 
-# ---- relu ----------------------------------------------------------------------------------------
+# ---- exp, log ------------------------------------------------------------------------------------
 
-RELU: Op = Op(
-    "relu",
-    shape=same("relu"),
-    lower=lambda b, x: lib.ggml_relu(b.ctx, b.contiguous(x)),
-    grad=lambda g, out, x: record(RELU_BACK, g, out),  # not x, which need not be kept then
-    reference=lambda x: np.maximum(x, 0.0),
+
+def lower_exp(b: Lowering, x: GgmlTensor) -> GgmlTensor:
+    """Lower exp."""
+    if b.own_kernels:  # ggml's runs on one thread, a libm call for each element
+        return lib.pg_exp(b.ctx, b.contiguous(x))
+    return lib.ggml_exp(b.ctx, b.contiguous(x))
+
+
+EXP = Op(
+    "exp",
+    shape=same("exp"),
+    lower=lower_exp,
+    grad=lambda g, out, x: mul(g, out),
+    reference=np.exp,
 )
 
 
-def _lower_relu_back(b: Lowering, g: GgmlTensor, x: GgmlTensor) -> GgmlTensor:
-    g, x = b.contiguous(g), b.contiguous(x)
-    if b.own_kernels:
-        return lib.pg_relu_back(b.ctx, g, x)
-    return lib.ggml_mul(b.ctx, g, lib.ggml_step(b.ctx, x))
+def exp(x: TensorLike) -> Tensor:
+    """Return e to the power of x.
 
-
-RELU_BACK: Op = Op(
-    "relu_back",
-    shape=same("relu_back"),
-    lower=_lower_relu_back,
-    grad=lambda gg, out, g, x: (record(RELU_BACK, gg, x), None),
-    reference=lambda g, x: np.where(x > 0, g, 0.0),
-)
-
-
-def relu(x: TensorLike) -> Tensor:
-    """Return max(x, 0), elementwise. The gradient at 0 is 0.
-
-    >>> ag.relu([-1.0, 2.0]).numpy()
-    array([0., 2.], dtype=float32)
+    >>> ag.exp([0.0, 1.0]).numpy()
+    array([1.       , 2.7182817], dtype=float32)
     """
-    return record(RELU, x)
+    return record(EXP, x)
 
 
-STEP = Op(
-    "step",
-    shape=same("step"),
-    lower=lambda b, x: lib.ggml_step(b.ctx, b.contiguous(x)),
+LOG = Op(
+    "log",
+    shape=same("log"),
+    lower=lambda b, x: lib.ggml_log(b.ctx, b.contiguous(x)),
+    grad=lambda g, out, x: div(g, x),
+    reference=np.log,
+)
+
+
+def log(x: TensorLike) -> Tensor:
+    """Return the natural logarithm: -inf at 0, NaN below.
+
+    >>> ag.log([1.0, 0.0]).numpy()
+    array([  0., -inf], dtype=float32)
+    """
+    return record(LOG, x)
+
+
+# ---- abs, sign -----------------------------------------------------------------------------------
+
+ABS = Op(
+    "abs",
+    shape=same("abs"),
+    lower=lambda b, x: lib.ggml_abs(b.ctx, b.contiguous(x)),
+    grad=lambda g, out, x: mul(g, sign(x)),
+    reference=np.abs,
+)
+
+
+def abs(x: TensorLike) -> Tensor:
+    """Return the absolute value. The gradient at 0 is 0.
+
+    >>> ag.abs([-1.0, 2.0]).numpy()
+    array([1., 2.], dtype=float32)
+    """
+    return record(ABS, x)
+
+
+def _lower_sign(b: Lowering, x: GgmlTensor) -> GgmlTensor:
+    if b.own_kernels:  # ggml's makes 0 of NaN
+        return lib.pg_sign(b.ctx, b.contiguous(x))
+    return lib.ggml_sgn(b.ctx, b.contiguous(x))
+
+
+SIGN = Op(
+    "sign",
+    shape=same("sign"),
+    lower=_lower_sign,
     differentiable=False,
-    reference=lambda x: (x > 0).astype(float),
+    reference=np.sign,
 )
 
 
-def step(x: TensorLike) -> Tensor:
-    """Return 1 where x > 0 and 0 elsewhere. No gradient flows through it.
+def sign(x: TensorLike) -> Tensor:
+    """Return -1, 0 or 1: the sign of x. No gradient flows through it.
 
-    >>> ag.step([-1.0, 0.0, 2.0]).numpy()
-    array([0., 0., 1.], dtype=float32)
+    >>> ag.sign([-2.0, 0.0, 3.0]).numpy()
+    array([-1.,  0.,  1.], dtype=float32)
     """
-    return record(STEP, x)
+    return record(SIGN, x)
+
+
+# ---- sin, cos ------------------------------------------------------------------------------------
+
+SIN = Op(
+    "sin",
+    shape=same("sin"),
+    lower=lambda b, x: lib.ggml_sin(b.ctx, b.contiguous(x)),
+    grad=lambda g, out, x: mul(g, cos(x)),
+    reference=np.sin,
+)
+
+
+def sin(x: TensorLike) -> Tensor:
+    """Return the sine of x in radians.
+
+    >>> ag.sin([0.0, np.pi / 2]).numpy()
+    array([0., 1.], dtype=float32)
+    """
+    return record(SIN, x)
+
+
+COS = Op(
+    "cos",
+    shape=same("cos"),
+    lower=lambda b, x: lib.ggml_cos(b.ctx, b.contiguous(x)),
+    grad=lambda g, out, x: neg(mul(g, sin(x))),
+    reference=np.cos,
+)
+
+
+def cos(x: TensorLike) -> Tensor:
+    """Return the cosine of x in radians.
+
+    >>> ag.cos([0.0, np.pi]).numpy()
+    array([ 1., -1.], dtype=float32)
+    """
+    return record(COS, x)
 
 
 # ---- detach --------------------------------------------------------------------------------------
@@ -234,6 +310,7 @@ DETACH = Op(
     "detach",
     shape=_detach_shape,
     lower=lambda b, x: x,
+    alias=True,
     differentiable=False,
     reference=lambda x: x,
 )

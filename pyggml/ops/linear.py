@@ -75,6 +75,7 @@ MATMUL = Op(
     "matmul",
     shape=_matmul_shape,
     lower=_lower_matmul,
+    is_product=True,
     grad=_grad_matmul,
     reference=np.matmul,
 )

@@ -29,6 +29,7 @@ RESHAPE = Op(
     "reshape",
     shape=_reshape_shape,
     lower=lambda b, x, shape: b.reshape(x, shape),
+    alias=True,
     grad=lambda g, out, x, shape: reshape(g, x.shape),
     reference=lambda x, shape: np.reshape(x, shape),
 )
@@ -78,6 +79,7 @@ PERMUTE = Op(
     "permute",
     shape=lambda x, axes: Spec(tuple(x.shape[a] for a in axes), x.dtype),
     lower=_lower_permute,
+    alias=True,
     grad=lambda g, out, x, axes: permute(g, np.argsort([a % len(axes) for a in axes]).tolist()),
     reference=lambda x, axes: np.transpose(x, axes),
 )

@@ -17,11 +17,38 @@ struct ggml_tensor * pg_cross_entropy_back(
     struct ggml_context * ctx, struct ggml_tensor * grad, struct ggml_tensor * logits, struct ggml_tensor * labels,
     float smoothing);
 
-/* grad where x > 0, else 0. */
+/* Functions of each element of a contiguous tensor; broadcasting ones take contiguous inputs that NumPy would broadcast. NaN and
+ * infinity come out as in NumPy. */
+struct ggml_tensor * pg_affine(struct ggml_context * ctx, struct ggml_tensor * x, float scale, float shift);
+struct ggml_tensor * pg_exp(struct ggml_context * ctx, struct ggml_tensor * x);
+struct ggml_tensor * pg_sign(struct ggml_context * ctx, struct ggml_tensor * x);
+
+/* 1 where x > y, or x == y, else 0; broadcasting. */
+struct ggml_tensor * pg_greater(struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * y);
+struct ggml_tensor * pg_equal(struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * y);
+/* The larger or smaller of two elements; broadcasting. */
+struct ggml_tensor * pg_maximum(struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * y);
+struct ggml_tensor * pg_minimum(struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * y);
+/* x where the condition is not 0, else y; broadcasting. */
+struct ggml_tensor * pg_where(
+    struct ggml_context * ctx, struct ggml_tensor * condition, struct ggml_tensor * x, struct ggml_tensor * y);
+/* x, but at least low and at most high; and its gradient: grad where low < x < high, else 0. */
+struct ggml_tensor * pg_clamp(struct ggml_context * ctx, struct ggml_tensor * x, float low, float high);
+struct ggml_tensor * pg_clamp_back(
+    struct ggml_context * ctx, struct ggml_tensor * grad, struct ggml_tensor * x, float low, float high);
+
+/* Activations of each element; a _back is the gradient in x, or y where the result is what it is computed from. */
+struct ggml_tensor * pg_relu(struct ggml_context * ctx, struct ggml_tensor * x);
 struct ggml_tensor * pg_relu_back(struct ggml_context * ctx, struct ggml_tensor * grad, struct ggml_tensor * x);
+struct ggml_tensor * pg_tanh(struct ggml_context * ctx, struct ggml_tensor * x);
+struct ggml_tensor * pg_sigmoid(struct ggml_context * ctx, struct ggml_tensor * x);
 
 /* Sum over the middle axis of a contiguous (outer, middle, inner): (outer, inner). */
 struct ggml_tensor * pg_sum_middle(
+    struct ggml_context * ctx, struct ggml_tensor * x, int64_t outer, int64_t middle, int64_t inner);
+
+/* Largest element along the middle axis of a contiguous (outer, middle, inner): (outer, inner). NaN where there is one. */
+struct ggml_tensor * pg_max_middle(
     struct ggml_context * ctx, struct ggml_tensor * x, int64_t outer, int64_t middle, int64_t inner);
 
 /* One AdamW update in place. hyper holds lr, beta1, beta2, epsilon, weight decay, 1 / (1 - beta1^t), 1 / (1 - beta2^t). */

@@ -42,3 +42,65 @@ struct ggml_tensor * pg_sum_middle(
     struct ggml_tensor * args[] = {x};
     return ggml_custom_4d(ctx, GGML_TYPE_F32, inner, outer, 1, 1, args, 1, run_sum_middle, GGML_N_TASKS_MAX, NULL);
 }
+
+/* The larger of two numbers; NaN if either is. */
+static inline float larger(float x, float y) {
+    return x > y || x != x ? x : y;
+}
+
+enum { MAX_LANES = 32 };
+
+static float row_larger(const float * x, int64_t n) {
+    float lanes[MAX_LANES], m = x[0];
+    int64_t i = 0;
+    if (n >= MAX_LANES) {
+        memcpy(lanes, x, sizeof lanes);
+        for (i = MAX_LANES; i + MAX_LANES <= n; i += MAX_LANES) {
+            for (int j = 0; j < MAX_LANES; j++) {
+                lanes[j] = larger(x[i + j], lanes[j]);
+            }
+        }
+        for (int j = 0; j < MAX_LANES; j++) {
+            m = larger(lanes[j], m);
+        }
+    }
+    for (; i < n; i++) {
+        m = larger(x[i], m);
+    }
+    return m;
+}
+
+static void run_max_middle(struct ggml_tensor * dst, int ith, int nth, void * unused) {
+    (void) unused;
+    const int64_t inner = dst->ne[0], outer = dst->ne[1];
+    const int64_t middle = ggml_nelements(dst->src[0]) / (inner * outer);
+    const float * x = dst->src[0]->data;
+    float * y = dst->data;
+    int64_t begin, end;
+    share_of_work(outer * inner, CACHE_LINE, ith, nth, &begin, &end);
+    if (inner == 1) {
+        for (int64_t o = begin; o < end; o++) {
+            y[o] = row_larger(x + o * middle, middle);
+        }
+        return;
+    }
+    for (int64_t i = begin; i < end;) {
+        const int64_t o = i / inner, column = i % inner, n = MIN(inner - column, end - i);
+        const float * first = x + o * middle * inner + column;
+        float * restrict m = y + i;
+        memcpy(m, first, n * sizeof(float));
+        for (int64_t r = 1; r < middle; r++) {
+            for (int64_t j = 0; j < n; j++) {
+                m[j] = larger(first[r * inner + j], m[j]);
+            }
+        }
+        i += n;
+    }
+}
+
+struct ggml_tensor * pg_max_middle(
+    struct ggml_context * ctx, struct ggml_tensor * x, int64_t outer, int64_t middle, int64_t inner) {
+    (void) middle;
+    struct ggml_tensor * args[] = {x};
+    return ggml_custom_4d(ctx, GGML_TYPE_F32, inner, outer, 1, 1, args, 1, run_max_middle, GGML_N_TASKS_MAX, NULL);
+}

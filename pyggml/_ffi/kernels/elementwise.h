@@ -1,0 +1,131 @@
+/* An elementwise kernel from one formula.
+ *
+ * UNARY(name, formula) defines pg_name(ctx, x): the formula says what becomes of an element a. BINARY and TERNARY have elements
+ * b and c too, and broadcast all of their inputs by NumPy's rule. p and q are the node's two parameters. A formula without
+ * branches or calls into libm is vectorised. */
+
+#pragma once
+
+#include "common.h"
+
+enum { ROW_BLOCK = 256, MAX_INPUTS = 3 };
+
+typedef void (*row_function)(
+    float * restrict y, const float * restrict x0, const float * restrict x1, const float * restrict x2, int64_t n, float p,
+    float q);
+
+/* Call f on worker ith's share of the output, in blocks of at most ROW_BLOCK elements of one row. An input with one element in
+ * the row comes as a block of copies, so f need not know about broadcasting. */
+static inline void run_elementwise(struct ggml_tensor * dst, int ith, int nth, row_function f) {
+    const float p = get_param_f32(dst, 0), q = get_param_f32(dst, 1);
+    float copies[MAX_INPUTS][ROW_BLOCK];
+    const float * x[MAX_INPUTS] = {NULL};
+    bool repeated[MAX_INPUTS] = {false};
+    bool one_row = true; /* the whole share can be treated as one row */
+    int inputs = 0;
+    for (; inputs < MAX_INPUTS && dst->src[inputs] != NULL; inputs++) {
+        const struct ggml_tensor * src = dst->src[inputs];
+        repeated[inputs] = ggml_nelements(src) == 1;
+        one_row = one_row && (repeated[inputs] || ggml_are_same_shape(src, dst));
+    }
+    int64_t begin, end, width = dst->ne[0];
+    if (one_row) {
+        share_of_work(ggml_nelements(dst), CACHE_LINE, ith, nth, &begin, &end);
+        width = end - begin;
+        end   = begin < end ? begin + 1 : begin;
+    } else {
+        share_of_work(ggml_nrows(dst), 1, ith, nth, &begin, &end);
+    }
+    for (int64_t row = begin; row < end; row++) {
+        const int64_t at[4] = {0, row % dst->ne[1], row / dst->ne[1] % dst->ne[2], row / (dst->ne[1] * dst->ne[2])};
+        for (int k = 0; k < inputs; k++) {
+            const struct ggml_tensor * src = dst->src[k];
+            if (one_row) {
+                x[k] = (const float *) src->data + (repeated[k] ? 0 : begin);
+            } else {
+                const char * data = src->data;
+                for (int axis = 1; axis < 4; axis++) {
+                    data += src->ne[axis] > 1 ? at[axis] * src->nb[axis] : 0;
+                }
+                x[k] = (const float *) data;
+                repeated[k] = src->ne[0] == 1 && width > 1;
+            }
+            for (int64_t i = 0; repeated[k] && i < MIN(width, ROW_BLOCK); i++) {
+                copies[k][i] = x[k][0];
+            }
+        }
+        float * y = (float *) dst->data + (one_row ? begin : row * width);
+        for (int64_t j = 0; j < width; j += ROW_BLOCK) {
+            const float * block[MAX_INPUTS];
+            for (int k = 0; k < MAX_INPUTS; k++) {
+                block[k] = k >= inputs ? NULL : repeated[k] ? copies[k] : x[k] + j;
+            }
+            f(y + j, block[0], block[1], block[2], MIN(width - j, ROW_BLOCK), p, q);
+        }
+    }
+}
+
+/* Make the node: the output has the size of the largest input along each axis. */
+static inline struct ggml_tensor * elementwise_node(
+    struct ggml_context * ctx, ggml_custom_op_t run, int inputs, struct ggml_tensor * a, struct ggml_tensor * b,
+    struct ggml_tensor * c, float p, float q) {
+    struct ggml_tensor * args[MAX_INPUTS] = {a, b, c};
+    int64_t ne[4] = {1, 1, 1, 1};
+    for (int k = 0; k < inputs; k++) {
+        for (int axis = 0; axis < 4; axis++) {
+            ne[axis] = MAX(ne[axis], args[k]->ne[axis]);
+        }
+    }
+    struct ggml_tensor * node =
+        ggml_custom_4d(ctx, GGML_TYPE_F32, ne[0], ne[1], ne[2], ne[3], args, inputs, run, GGML_N_TASKS_MAX, NULL);
+    set_param_f32(node, 0, p);
+    set_param_f32(node, 1, q);
+    return node;
+}
+
+#define ROWS(NAME, ELEMENTS, FORMULA)                                                                                      \
+    static void row_##NAME(                                                                                                \
+        float * restrict y, const float * restrict x0, const float * restrict x1, const float * restrict x2, int64_t n,    \
+        float p, float q) {                                                                                                \
+        (void) x1, (void) x2, (void) p, (void) q;                                                                          \
+        for (int64_t i = 0; i < n; i++) {                                                                                  \
+            ELEMENTS;                                                                                                      \
+            y[i] = FORMULA;                                                                                                \
+        }                                                                                                                  \
+    }                                                                                                                      \
+    static void run_##NAME(struct ggml_tensor * dst, int ith, int nth, void * unused) {                                    \
+        (void) unused;                                                                                                     \
+        run_elementwise(dst, ith, nth, row_##NAME);                                                                        \
+    }
+
+#define UNARY(NAME, FORMULA)                                                                                               \
+    ROWS(NAME, const float a = x0[i], FORMULA)                                                                             \
+    struct ggml_tensor * pg_##NAME(struct ggml_context * ctx, struct ggml_tensor * x) {                                    \
+        return elementwise_node(ctx, run_##NAME, 1, x, NULL, NULL, 0.0f, 0.0f);                                            \
+    }
+
+#define UNARY_WITH_TWO_PARAMETERS(NAME, FORMULA)                                                                           \
+    ROWS(NAME, const float a = x0[i], FORMULA)                                                                             \
+    struct ggml_tensor * pg_##NAME(struct ggml_context * ctx, struct ggml_tensor * x, float p, float q) {                  \
+        return elementwise_node(ctx, run_##NAME, 1, x, NULL, NULL, p, q);                                                  \
+    }
+
+#define BINARY(NAME, FORMULA)                                                                                              \
+    ROWS(NAME, const float a = x0[i]; const float b = x1[i], FORMULA)                                                      \
+    struct ggml_tensor * pg_##NAME(struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * y) {            \
+        return elementwise_node(ctx, run_##NAME, 2, x, y, NULL, 0.0f, 0.0f);                                               \
+    }
+
+#define BINARY_WITH_TWO_PARAMETERS(NAME, FORMULA)                                                                          \
+    ROWS(NAME, const float a = x0[i]; const float b = x1[i], FORMULA)                                                      \
+    struct ggml_tensor * pg_##NAME(                                                                                        \
+        struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * y, float p, float q) {                     \
+        return elementwise_node(ctx, run_##NAME, 2, x, y, NULL, p, q);                                                     \
+    }
+
+#define TERNARY(NAME, FORMULA)                                                                                             \
+    ROWS(NAME, const float a = x0[i]; const float b = x1[i]; const float c = x2[i], FORMULA)                               \
+    struct ggml_tensor * pg_##NAME(                                                                                        \
+        struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * y, struct ggml_tensor * z) {               \
+        return elementwise_node(ctx, run_##NAME, 3, x, y, z, 0.0f, 0.0f);                                                  \
+    }
