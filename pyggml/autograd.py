@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import graph
 from .checks import positive_integer
 from .errors import DTypeError, GradError, ShapeError
-from .graph import Budget, Frame, Mode, Node, mode_of, source_index, state
+from .graph import Budget, Frame, Mode, Node, find_node, mode_of, source_index, state
 from .ops import add, full, sum_to
+from .ops.update import ACCUMULATE
 from .plan import graph_order
 from .tensor import Tensor, node_in, passing, pending
 
@@ -335,5 +337,28 @@ def backward(target: Tensor, *, seed: Tensor | None = None) -> dict[Tensor, Tens
         for tensor, node in zip(tensors, found, strict=True):
             if tensor is not None and node is not None:
                 part = grads[tensor] = pending(node, frame)
-                tensor.grad = part if tensor.grad is None else add(tensor.grad, part)
+                if tensor.grad is None:
+                    tensor.grad = part
+                elif _nobody_else_holds(tensor):
+                    _add_in_place(tensor.grad, node, frame)
+                else:
+                    tensor.grad = add(tensor.grad, part)
     return grads
+
+
+def _nobody_else_holds(tensor: Tensor) -> bool:
+    """Tell whether a leaf's gradient is held by its .grad alone, so that it may grow in place.
+
+    Whoever keeps what an earlier ag.backward returned keeps its value.
+    """
+    assert tensor.grad is not None
+    source = tensor.grad._source
+    # Each count includes the reference that is getrefcount's own argument.
+    return sys.getrefcount(tensor.grad) <= 2 and sys.getrefcount(source) <= 3
+
+
+def _add_in_place(gradient: Tensor, part: Node, frame: Frame) -> None:
+    source = gradient._source
+    assert source is not None
+    key = (ACCUMULATE, (), _BACKWARD, frame.bind(source), part)
+    gradient._become(pending(find_node(key), frame))

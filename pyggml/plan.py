@@ -50,7 +50,8 @@ class Program:
     """What one run does: sources and given values in, steps in order, outputs out, effects last.
 
     Effects are nodes that change sources in place (Op.mutates). They come after every other step,
-    so whatever reads a parameter reads the value it was recorded with.
+    so whatever reads a parameter reads the value it was recorded with. Only an effect whose result
+    another step takes stands before that; nothing else may read its source.
 
     Checkpointing (Griewank and Walther 2000; Chen et al. 2016) happens here, on finished nodes:
     what the backward pass reads from inside a segment is a later version of the node, whose step
@@ -71,6 +72,7 @@ class Program:
         self.steps: list[Step] = []
         self.effects: list[Step] = []
         order = graph_order([*outputs, *effects], stop=set(given))
+        self._read = {parent for node in order for parent in node.inputs}
         self._kept = self._kept_versions(order, {*outputs, *effects, *given})
         for node in order:
             if node.op is graph.SOURCE:
@@ -129,7 +131,8 @@ class Program:
         for node, version in sorted(missing, key=lambda item: item[0].order):
             inputs = tuple(made[i, self._input_version(node, version, i)] for i in node.inputs)
             step = made[node, version] = Step(node, inputs, version)
-            (self.effects if node.op.mutates else self.steps).append(step)
+            is_last = node.op.mutates and node not in self._read
+            (self.effects if is_last else self.steps).append(step)
 
 
 class Plan(Protocol):
@@ -185,6 +188,7 @@ class Pending(NamedTuple):
 
     handles: list[Tensor]  # those without a value
     missing: tuple[Node, ...]  # the nodes to compute
+    effects: tuple[Node, ...]  # those among them that change a source in place
     known: dict[Node, Source]  # nodes of living handles that have a value
 
 
@@ -196,7 +200,7 @@ def pending_in(frame: Frame, wanted: Tensor | None = None) -> Pending:
     living = []
     for reference in frame.handles:
         tensor = reference()
-        if tensor is None:
+        if tensor is None or tensor._at[0] is not frame:
             continue
         living.append(reference)
         if tensor._source is None:
@@ -210,7 +214,8 @@ def pending_in(frame: Frame, wanted: Tensor | None = None) -> Pending:
         missing[wanted._at[1]] = None
     for node in known:  # a second handle of something that has been computed
         missing.pop(node, None)
-    return Pending(handles, tuple(missing), known)
+    effects = tuple(node for node in missing if node.op.mutates)
+    return Pending(handles, tuple(n for n in missing if not n.op.mutates), effects, known)
 
 
 def evaluate(frame: Frame, wanted: Tensor | None = None, effects: tuple[Node, ...] = ()) -> None:
@@ -220,19 +225,25 @@ def evaluate(frame: Frame, wanted: Tensor | None = None, effects: tuple[Node, ..
     after effects, the frame ends.
     """
     frame.check_current()
-    handles, missing, known = pending_in(frame, wanted)
+    handles, missing, pending_effects, known = pending_in(frame, wanted)
     if frame.lines is not None:
-        check_finite(frame, (*missing, *effects), known)
-    if missing or effects:
-        storages = run(frame, missing, effects, known)
+        check_finite(frame, (*missing, *pending_effects, *effects), known)
+    all_effects = (*pending_effects, *effects)
+    if missing or all_effects:
+        storages = run(frame, missing, all_effects, known)
         for node, storage in zip(missing, storages, strict=True):
             known[node] = Source(node.shape, node.dtype, frame.device, storage)
+        for index in _mutated_sources(all_effects):
+            frame.sources[index].version += 1
+            frame.versions[index] += 1  # the change is this frame's own
+    for node in pending_effects:
+        known[node] = frame.sources[source_index(node.inputs[node.op.mutates[0]])]
     for tensor in handles:
         tensor._source = known[tensor._at[1]]
+        if tensor._at[1].op.mutates:  # a leaf again, that holds nothing of this tape
+            tensor._take_place(tensor._source)
 
     if effects:
-        for index in _mutated_sources(effects):
-            frame.sources[index].version += 1
         frame.end("its parameters have been updated since")
     elif not any(node.requires_grad for node in known):
         frame.end("it was computed outside of a tape")

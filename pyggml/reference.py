@@ -69,29 +69,27 @@ class ReferencePlan:
         left = self.uses.copy()
         with np.errstate(all="ignore"):
             for step in program.steps:
-                values[step] = self._compute(step, values)
+                self._run(step, values)
                 for parent in step.inputs:
                     left[parent] -= 1
                     if not left[parent]:
                         del values[parent]
             outputs = [ReferenceStorage(np.array(values[step])) for step in program.outputs]
             for step in program.effects:
-                changed = step.node.op.reference(
-                    *(values[i] for i in step.inputs), **dict(step.node.settings)
-                )
-                for index, value in zip(step.node.op.mutates, changed, strict=True):
-                    values[step.inputs[index]][...] = value
+                self._run(step, values)
         return outputs
 
-    def _compute(self, step: Step, values: dict[Step, np.ndarray]) -> np.ndarray:
+    def _run(self, step: Step, values: dict[Step, np.ndarray]) -> None:
         node = step.node
-        result = np.asarray(
-            node.op.reference(*(values[i] for i in step.inputs), **dict(node.settings))
-        )
-        assert result.shape == node.shape, (
-            f"{node.op.name}: reference gives {result.shape}, shape rule {node.shape}"
-        )
-        return result.astype(self.device.numpy_dtype(node.dtype), copy=False)
+        result = node.op.reference(*(values[i] for i in step.inputs), **dict(node.settings))
+        if node.op.mutates:
+            for index, changed in zip(node.op.mutates, result, strict=True):
+                values[step.inputs[index]][...] = changed
+            values[step] = values[step.inputs[node.op.mutates[0]]]
+            return
+        result = np.asarray(result)
+        assert result.shape == node.shape, f"{node.op.name}: {result.shape} is not {node.shape}"
+        values[step] = result.astype(self.device.numpy_dtype(node.dtype), copy=False)
 
     @property
     def working_bytes(self) -> int:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import PyggmlError
-from .graph import SOURCE, Frame, Node, Source
-from .plan import Step, pending_in, program_for
+from .graph import SOURCE, Frame, Node
+from .plan import Program, Step, pending_in, program_for
 from .remat import size_of
 from .tensor import Parameter, Tensor
 
@@ -77,18 +77,16 @@ class PlanReport:
         return drawing
 
 
-def _waiting(
-    op: str, values: tuple[Tensor, ...]
-) -> tuple[Frame, tuple[Node, ...], dict[Node, Source], list[Tensor]]:
-    """Return the frame of pending values, and what a run of it would compute."""
+def _waiting(op: str, values: tuple[Tensor, ...]) -> tuple[Frame, Program, list[Tensor]]:
+    """Return the frame of pending values, the program that a run of it is, and all its handles."""
     waiting = [value for value in values if value._source is None]
     if not waiting:
         raise PyggmlError(f"{op}: nothing is pending; call it before the value is computed")
     frame = waiting[0]._at[0]
     if any(value._at[0] is not frame for value in waiting):
         raise PyggmlError(f"{op}: these values are on several tapes; report on one at a time")
-    handles, missing, known = pending_in(frame, waiting[0])
-    return frame, missing, known, handles
+    handles, missing, effects, known = pending_in(frame, waiting[0])
+    return frame, program_for(frame, missing, effects, tuple(known)), handles
 
 
 def plan_report(*values: Tensor) -> PlanReport:
@@ -105,24 +103,25 @@ def plan_report(*values: Tensor) -> PlanReport:
     >>> report.bytes["parameters"], report.bytes["gradients"], report.fallbacks
     (24, 24, [])
     """
-    frame, missing, known, handles = _waiting("plan_report", values)
+    frame, program, handles = _waiting("plan_report", values)
     device = frame.device
-    program = program_for(frame, missing, (), tuple(known))
 
     owners = [source.owner() if source.owner is not None else None for source in frame.sources]
     gradients = {id(owner.grad) for owner in owners if owner is not None}
     gradient_nodes = {handle._at[1] for handle in handles if id(handle) in gradients}
+    accumulated = {s.inputs[0].node for s in program.effects}  # gradients that grow in place
     sizes = dict.fromkeys(("parameters", "inputs", "gradients", "outputs"), 0)
     for index, step in program.sources:
         is_parameter = isinstance(owners[index], Parameter) or step.node.requires_grad
-        sizes["parameters" if is_parameter else "inputs"] += size_of(step.node)
+        kind = "gradients" if step.node in accumulated else "inputs"
+        sizes["parameters" if is_parameter else kind] += size_of(step.node)
     for step in program.given:
         sizes["inputs"] += size_of(step.node)
     for step in program.outputs:
         sizes["gradients" if step.node in gradient_nodes else "outputs"] += size_of(step.node)
     lines = [
         OpLine(s.node.op.name, s.node.shape, tuple(i.node.shape for i in s.inputs), device.name)
-        for s in program.steps
+        for s in (*program.steps, *program.effects)
     ]
     sizes["activations"] = device.working_bytes(program)
     return PlanReport(device.name, lines, sizes, [], program.steps)
@@ -151,8 +150,7 @@ def saved_tensors(*values: Tensor) -> list[SavedTensor]:
     >>> [(kept.op, kept.bytes) for kept in ag.saved_tensors(loss)]
     [('relu', 24)]
     """
-    frame, missing, known = _waiting("saved_tensors", values)[:3]
-    program = program_for(frame, missing, (), tuple(known))
+    program = _waiting("saved_tensors", values)[1]
     kept: dict[Node, None] = {}
     for step in program.steps:
         if step.version or step.node.mode.backward:

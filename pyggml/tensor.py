@@ -162,6 +162,12 @@ class Tensor:
             assert self._source is not None
         return self._source
 
+    def _become(self, other: Tensor) -> None:
+        """Stand for another tensor's value from now on."""
+        self._at, self._source = other._at, other._source
+        if not self._at[0].ended:
+            self._at[0].handles.append(ref(self))
+
     def _take_place(self, source: Source) -> None:
         """Stand for a source that no frame has numbered yet."""
         self._source = source

@@ -22,7 +22,9 @@ MODULES = sorted(
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples_of_a_module_run(name):
     names = {"ag": ag, "nn": nn, "np": np, "optim": optim, "pg": pg}
-    result = doctest.testmod(importlib.import_module(name), extraglobs=names)
+    flags = doctest.ELLIPSIS
+    module = importlib.import_module(name)
+    result = doctest.testmod(module, extraglobs=names, optionflags=flags)
     assert result.failed == 0
 
 

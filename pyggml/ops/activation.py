@@ -25,24 +25,24 @@ RELU: Op = Op(
     "relu",
     shape=same("relu"),
     lower=_lower_relu,
-    grad=lambda g, out, x: record(RELU_BACK, g, x),
+    grad=lambda g, out, x: record(RELU_BACK, g, out),  # from out: x need not be kept
     reference=lambda x: np.maximum(x, 0.0),
 )
 
 
-def _lower_relu_back(b: Lowering, g: GgmlTensor, x: GgmlTensor) -> GgmlTensor:
-    g, x = b.contiguous(g), b.contiguous(x)
+def _lower_relu_back(b: Lowering, g: GgmlTensor, out: GgmlTensor) -> GgmlTensor:
+    g, out = b.contiguous(g), b.contiguous(out)
     if b.own_kernels:
-        return lib.pg_relu_back(b.ctx, g, x)
-    return lib.ggml_mul(b.ctx, g, lib.ggml_step(b.ctx, x))
+        return lib.pg_relu_back(b.ctx, g, out)
+    return lib.ggml_mul(b.ctx, g, lib.ggml_step(b.ctx, out))
 
 
 RELU_BACK: Op = Op(
     "relu_back",
     shape=same("relu_back"),
     lower=_lower_relu_back,
-    grad=lambda gg, out, g, x: (record(RELU_BACK, gg, x), None),
-    reference=lambda g, x: np.where(x > 0, g, 0.0),
+    grad=lambda gg, _, g, out: (record(RELU_BACK, gg, out), None),
+    reference=lambda g, out: np.where(out > 0, g, 0.0),
 )
 
 

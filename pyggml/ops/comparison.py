@@ -235,21 +235,22 @@ CLAMP: Op = Op(
     "clamp",
     shape=same("clamp"),
     lower=lower_clamp,
-    grad=lambda g, out, x, min, max: record(CLAMP_BACK, g, x, min=min, max=max),
+    # from out, which lies between the bounds where x does: x need not be kept
+    grad=lambda g, out, x, min, max: record(CLAMP_BACK, g, out, min=min, max=max),
     reference=lambda x, min, max: np.clip(x, min, max),
 )
 
 
 def _lower_clamp_back(
-    b: Lowering, g: GgmlTensor, x: GgmlTensor, *, min: float, max: float
+    b: Lowering, g: GgmlTensor, out: GgmlTensor, *, min: float, max: float
 ) -> GgmlTensor:
-    g, x = b.contiguous(g), b.contiguous(x)
+    g, out = b.contiguous(g), b.contiguous(out)
     if b.own_kernels:
-        return lib.pg_clamp_back(b.ctx, g, x, min, max)
-    if not isinf(min):
-        g = lib.ggml_mul(b.ctx, g, lib.ggml_step(b.ctx, lib.ggml_scale_bias(b.ctx, x, 1.0, -min)))
-    if not isinf(max):
-        g = lib.ggml_mul(b.ctx, g, lib.ggml_step(b.ctx, lib.ggml_scale_bias(b.ctx, x, -1.0, max)))
+        return lib.pg_clamp_back(b.ctx, g, out, min, max)
+    for sign, shift in ((1.0, -min), (-1.0, max)):
+        if not isinf(shift):
+            above = lib.ggml_step(b.ctx, lib.ggml_scale_bias(b.ctx, out, sign, shift))
+            g = lib.ggml_mul(b.ctx, g, above)
     return g
 
 
@@ -257,8 +258,8 @@ CLAMP_BACK: Op = Op(
     "clamp_back",
     shape=same("clamp_back"),
     lower=_lower_clamp_back,
-    grad=lambda gg, out, g, x, min, max: (record(CLAMP_BACK, gg, x, min=min, max=max), None),
-    reference=lambda g, x, min, max: np.where((x > min) & (x < max), g, 0.0),
+    grad=lambda gg, _, g, out, min, max: (record(CLAMP_BACK, gg, out, min=min, max=max), None),
+    reference=lambda g, out, min, max: np.where((out > min) & (out < max), g, 0.0),
 )
 
 

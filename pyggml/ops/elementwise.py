@@ -135,8 +135,8 @@ def div(x: TensorLike, y: TensorLike) -> Tensor:
 
 
 def _lower_affine(b: Lowering, x: GgmlTensor, *, scale: float, shift: float) -> GgmlTensor:
-    if b.own_kernels:  # ggml's runs on one thread
-        return lib.pg_affine(b.ctx, b.contiguous(x), scale, shift)
+    if b.own_kernels:  # ggml's runs on one thread; adding -0 leaves the sign of a zero
+        return lib.pg_affine(b.ctx, b.contiguous(x), scale, shift or -0.0)
     if shift == 0.0:
         return lib.ggml_scale(b.ctx, b.contiguous(x), scale)
     return lib.ggml_scale_bias(b.ctx, b.contiguous(x), scale, shift)

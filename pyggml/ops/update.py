@@ -33,6 +33,18 @@ ASSIGN = Op(
     mutates=(0,),
 )
 
+# ---- accumulate ----------------------------------------------------------------------------------
+
+
+ACCUMULATE = Op(
+    "accumulate",
+    shape=_assign_shape,
+    lower=lambda b, target, value: lib.ggml_add_inplace(b.ctx, target, b.contiguous(value)),
+    reference=lambda target, value: (target + value,),
+    differentiable=False,
+    mutates=(0,),
+)
+
 # ---- AdamW (Loshchilov and Hutter 2019) ----------------------------------------------------------
 # hyper = [learning rate, beta1, beta2, epsilon, weight decay, 1 / (1 - beta1^t), 1 / (1 - beta2^t)]
 

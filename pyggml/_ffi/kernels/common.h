@@ -32,6 +32,14 @@ static inline float get_param_f32(const struct ggml_tensor * node, int i) {
     return value;
 }
 
+static inline void set_param_i32(struct ggml_tensor * node, int i, int32_t value) {
+    node->op_params[FIRST_FREE_PARAM + i] = value;
+}
+
+static inline int32_t get_param_i32(const struct ggml_tensor * node, int i) {
+    return node->op_params[FIRST_FREE_PARAM + i];
+}
+
 /* Worker ith's share [*begin, *end) of n items, in whole multiples of grain. */
 static inline void share_of_work(int64_t n, int64_t grain, int ith, int nth, int64_t * begin, int64_t * end) {
     const int64_t chunk = ((n + nth - 1) / nth + grain - 1) / grain * grain;

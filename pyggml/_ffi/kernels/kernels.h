@@ -17,6 +17,39 @@ struct ggml_tensor * pg_cross_entropy_back(
     struct ggml_context * ctx, struct ggml_tensor * grad, struct ggml_tensor * logits, struct ggml_tensor * labels,
     float smoothing);
 
+/* Softmax of scale * x + mask along rows: e^(. - max) over its sum. mask, or NULL, has rows as long as x's and broadcasts over the
+ * other axes; a row that it masks throughout gives zeros. causal: query i of m sees the first n - m + i + 1 of n keys only. */
+struct ggml_tensor * pg_softmax(
+    struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * mask, float scale, bool causal);
+/* Its gradient in x: scale * y * (grad - sum(grad * y)). */
+struct ggml_tensor * pg_softmax_back(
+    struct ggml_context * ctx, struct ggml_tensor * grad, struct ggml_tensor * y, float scale, bool causal);
+/* x - max - log(sum(e^(x - max))) along rows. */
+struct ggml_tensor * pg_log_softmax(struct ggml_context * ctx, struct ggml_tensor * x);
+
+/* x seen as (outer, channels, inner), each channel brought to mean 0 (only if centered) and mean square 1: divided by
+ * sqrt(variance + eps). */
+struct ggml_tensor * pg_norm(
+    struct ggml_context * ctx, struct ggml_tensor * x, int64_t outer, int64_t inner, float eps, bool centered);
+/* Its gradient in x. */
+struct ggml_tensor * pg_norm_back(
+    struct ggml_context * ctx, struct ggml_tensor * grad, struct ggml_tensor * x, int64_t outer, int64_t inner, float eps,
+    bool centered);
+
+/* Rotary embedding of x (batch, tokens, heads, width): pair k turns by position * base^(-2 k / width), the other way if inverse.
+ * Pairs are halves apart, or neighbours if interleaved. */
+struct ggml_tensor * pg_rope(
+    struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * positions, float base, bool interleaved,
+    bool inverse);
+
+/* scale * x where 24 random bits are not below the threshold, else 0. The bits are a function of the key (seed and draw, two
+ * int32 each) and the element's place alone. */
+struct ggml_tensor * pg_dropout(
+    struct ggml_context * ctx, struct ggml_tensor * key, struct ggml_tensor * x, int32_t threshold, float scale);
+/* The same for x = 1, in the shape of `like`. */
+struct ggml_tensor * pg_dropout_mask(
+    struct ggml_context * ctx, struct ggml_tensor * key, struct ggml_tensor * like, int32_t threshold, float scale);
+
 /* Functions of each element of a contiguous tensor; broadcasting ones take contiguous inputs that NumPy would broadcast. NaN and
  * infinity come out as in NumPy. */
 struct ggml_tensor * pg_affine(struct ggml_context * ctx, struct ggml_tensor * x, float scale, float shift);

@@ -1,13 +1,34 @@
-/* Cross entropy of logits with integer labels. */
+/* Cross entropy of logits with integer labels, and what is picked by labels. */
 
 #include "common.h"
 
+enum { BLOCK = 256 }; /* floats added up in single precision, before double takes over */
+
+/* The largest element, -inf for a row of NaN. */
 static float row_max(const float * x, int64_t n) {
-    float m = x[0];
-    for (int64_t j = 1; j < n; j++) {
-        m = x[j] > m ? x[j] : m;
+    float top = -INFINITY;
+#pragma omp simd reduction(max : top)
+    for (int64_t j = 0; j < n; j++) {
+        top = x[j] > top ? x[j] : top;
     }
-    return m;
+    return top;
+}
+
+/* Sums of e^(x - top) and of x - top. */
+static void row_sums(const float * x, float top, int64_t n, double * exponentials, double * shifted) {
+    *exponentials = *shifted = 0.0;
+    for (int64_t b = 0; b < n; b += BLOCK) {
+        const int64_t last = MIN(b + BLOCK, n);
+        float e = 0.0f, s = 0.0f;
+#pragma omp simd reduction(+ : e, s)
+        for (int64_t j = b; j < last; j++) {
+            const float v = x[j] - top;
+            e += fast_expf(v);
+            s += v;
+        }
+        *exponentials += e;
+        *shifted += s;
+    }
 }
 
 static void run_cross_entropy(struct ggml_tensor * dst, int ith, int nth, void * unused) {
@@ -15,9 +36,9 @@ static void run_cross_entropy(struct ggml_tensor * dst, int ith, int nth, void *
     const struct ggml_tensor * logits = dst->src[0];
     const int32_t * labels = dst->src[1]->data;
     const float smoothing = get_param_f32(dst, 0);
-    const int64_t classes = logits->ne[0], rows = ggml_nrows(logits);
+    const int64_t classes = logits->ne[0];
     int64_t begin, end;
-    share_of_work(rows, 1, ith, nth, &begin, &end);
+    share_of_work(ggml_nrows(logits), 1, ith, nth, &begin, &end);
     for (int64_t i = begin; i < end; i++) {
         float * loss = (float *) dst->data + i;
         if (labels[i] < 0) {
@@ -26,17 +47,13 @@ static void run_cross_entropy(struct ggml_tensor * dst, int ith, int nth, void *
         }
         const float * x = (const float *) logits->data + i * classes;
         const float top = row_max(x, classes);
-        float sum = 0.0f, total = 0.0f;
-        for (int64_t j = 0; j < classes; j++) {
-            sum += fast_expf(x[j] - top);
-        }
+        double sum, total;
+        row_sums(x, top, classes, &sum, &total);
         /* log(sum) and x - top are kept apart: near x = 1e8 their sum would lose the former */
-        *loss = logf(sum) - (x[labels[i]] - top);
+        const float log_sum = (float) log(sum);
+        *loss = log_sum - (x[labels[i]] - top);
         if (smoothing > 0.0f) {
-            for (int64_t j = 0; j < classes; j++) {
-                total += x[j] - top;
-            }
-            *loss = (1.0f - smoothing) * *loss + smoothing * (logf(sum) - total / (float) classes);
+            *loss = (1.0f - smoothing) * *loss + smoothing * (log_sum - (float) (total / (double) classes));
         }
     }
 }
@@ -60,23 +77,29 @@ static void run_cross_entropy_back(struct ggml_tensor * dst, int ith, int nth, v
     int64_t begin, end;
     share_of_work(rows, 1, ith, nth, &begin, &end);
     for (int64_t i = begin; i < end; i++) {
-        const float * x = (const float *) logits->data + i * classes;
-        float * dx = (float *) dst->data + i * classes;
+        const float * restrict x = (const float *) logits->data + i * classes;
+        float * restrict dx = (float *) dst->data + i * classes;
         if (labels[i] < 0) {
             memset(dx, 0, classes * sizeof(float));
             continue;
         }
         const float top = row_max(x, classes);
-        float sum = 0.0f;
-        for (int64_t j = 0; j < classes; j++) {
-            dx[j] = fast_expf(x[j] - top);
-            sum += dx[j];
+        double sum = 0.0;
+        for (int64_t b = 0; b < classes; b += BLOCK) {
+            const int64_t last = MIN(b + BLOCK, classes);
+            float part = 0.0f;
+#pragma omp simd reduction(+ : part)
+            for (int64_t j = b; j < last; j++) {
+                dx[j] = fast_expf(x[j] - top);
+                part += dx[j];
+            }
+            sum += part;
         }
-        const float scale = 1.0f / sum, uniform = smoothing / (float) classes;
+        const float scale = (float) (1.0 / sum), uniform = smoothing / (float) classes, g = grad[i];
         for (int64_t j = 0; j < classes; j++) {
-            dx[j] = grad[i] * (dx[j] * scale - uniform);
+            dx[j] = g * (dx[j] * scale - uniform);
         }
-        dx[labels[i]] -= grad[i] * (1.0f - smoothing);
+        dx[labels[i]] -= g * (1.0f - smoothing);
     }
 }
 

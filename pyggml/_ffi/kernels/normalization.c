@@ -1,0 +1,375 @@
+/* Softmax along rows, and normalisation of channels to mean 0 and variance 1. */
+
+#include "common.h"
+
+/* Sums run in single precision over a block, in double over the blocks: long rows lose no accuracy, and both parts vectorise. */
+enum { BLOCK = 256 };
+
+/* ---- softmax ---- */
+
+/* y = scale * x + mask; returns the largest element, -inf for a row of NaN. */
+static float score_row(float * restrict y, const float * restrict x, const float * restrict mask, int64_t n, float scale) {
+    float top = -INFINITY;
+    if (mask == NULL) {
+#pragma omp simd reduction(max : top)
+        for (int64_t j = 0; j < n; j++) {
+            const float v = x[j] * scale;
+            y[j] = v;
+            top = v > top ? v : top;
+        }
+    } else {
+#pragma omp simd reduction(max : top)
+        for (int64_t j = 0; j < n; j++) {
+            const float v = x[j] * scale + mask[j];
+            y[j] = v;
+            top = v > top ? v : top;
+        }
+    }
+    return top;
+}
+
+/* y = e^(y - shift), with zeros instead of denormal numbers, which are slow; returns the sum. */
+static double exp_row(float * y, int64_t n, float shift) {
+    double total = 0.0;
+    for (int64_t b = 0; b < n; b += BLOCK) {
+        const int64_t last = MIN(b + BLOCK, n);
+        float part = 0.0f;
+#pragma omp simd reduction(+ : part)
+        for (int64_t j = b; j < last; j++) {
+            const float v = y[j] - shift, e = fast_expf(v < -87.0f ? -87.0f : v);
+            y[j] = v < -87.0f ? 0.0f : e;
+            part += y[j];
+        }
+        total += part;
+    }
+    return total;
+}
+
+/* The keys that query i may see are the first `limit`: with fewer queries than keys, the queries are the last ones. */
+static int64_t causal_limit(const struct ggml_tensor * t, int64_t row) {
+    return t->ne[0] - t->ne[1] + row % t->ne[1] + 1;
+}
+
+static const float * mask_row(const struct ggml_tensor * mask, const struct ggml_tensor * x, int64_t row) {
+    const int64_t i1 = row % x->ne[1], i2 = row / x->ne[1] % x->ne[2], i3 = row / (x->ne[1] * x->ne[2]);
+    return (const float *) ((const char *) mask->data + i1 % mask->ne[1] * mask->nb[1] + i2 % mask->ne[2] * mask->nb[2] +
+                            i3 % mask->ne[3] * mask->nb[3]);
+}
+
+static void run_softmax(struct ggml_tensor * dst, int ith, int nth, void * unused) {
+    (void) unused;
+    const struct ggml_tensor * x = dst->src[0], * mask = dst->src[1];
+    const float scale = get_param_f32(dst, 0);
+    const bool causal = get_param_i32(dst, 1);
+    const int64_t n = x->ne[0], rows = ggml_nrows(x);
+    int64_t begin = ith, end = rows;
+    if (!causal) { /* else rows are of unequal length, and dealt out in turn */
+        share_of_work(rows, 1, ith, nth, &begin, &end);
+    }
+    for (int64_t i = begin; i < end; i += causal ? nth : 1) {
+        float * y = (float *) dst->data + i * n;
+        const int64_t seen = causal ? causal_limit(x, i) : n;
+        const float * m = mask == NULL ? NULL : mask_row(mask, x, i);
+        const float top = score_row(y, (const float *) x->data + i * n, m, seen, scale);
+        const bool all_masked = m != NULL && top == -INFINITY;
+        const double total = exp_row(y, seen, all_masked ? 0.0f : top);
+        const float factor = all_masked && total == 0.0 ? 0.0f : (float) (1.0 / total);
+        for (int64_t j = 0; j < seen; j++) {
+            y[j] *= factor;
+        }
+        memset(y + seen, 0, (n - seen) * sizeof(float));
+    }
+}
+
+struct ggml_tensor * pg_softmax(
+    struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * mask, float scale, bool causal) {
+    struct ggml_tensor * args[] = {x, mask};
+    struct ggml_tensor * node = ggml_custom_4d(
+        ctx, GGML_TYPE_F32, x->ne[0], x->ne[1], x->ne[2], x->ne[3], args, mask == NULL ? 1 : 2, run_softmax, GGML_N_TASKS_MAX,
+        NULL);
+    set_param_f32(node, 0, scale);
+    set_param_i32(node, 1, causal);
+    return node;
+}
+
+static double dot_row(const float * x, const float * y, int64_t n) {
+    double total = 0.0;
+    for (int64_t b = 0; b < n; b += BLOCK) {
+        const int64_t last = MIN(b + BLOCK, n);
+        float part = 0.0f;
+#pragma omp simd reduction(+ : part)
+        for (int64_t j = b; j < last; j++) {
+            part += x[j] * y[j];
+        }
+        total += part;
+    }
+    return total;
+}
+
+static void run_softmax_back(struct ggml_tensor * dst, int ith, int nth, void * unused) {
+    (void) unused;
+    const struct ggml_tensor * grad = dst->src[0];
+    const float scale = get_param_f32(dst, 0);
+    const bool causal = get_param_i32(dst, 1);
+    const int64_t n = grad->ne[0], rows = ggml_nrows(grad);
+    int64_t begin = ith, end = rows;
+    if (!causal) {
+        share_of_work(rows, 1, ith, nth, &begin, &end);
+    }
+    for (int64_t i = begin; i < end; i += causal ? nth : 1) {
+        const float * restrict g = (const float *) grad->data + i * n, * restrict y = (const float *) dst->src[1]->data + i * n;
+        float * restrict dx = (float *) dst->data + i * n;
+        const int64_t seen = causal ? causal_limit(grad, i) : n;
+        const float dot = (float) dot_row(g, y, seen);
+        for (int64_t j = 0; j < seen; j++) {
+            dx[j] = scale * y[j] * (g[j] - dot);
+        }
+        memset(dx + seen, 0, (n - seen) * sizeof(float));
+    }
+}
+
+struct ggml_tensor * pg_softmax_back(
+    struct ggml_context * ctx, struct ggml_tensor * grad, struct ggml_tensor * y, float scale, bool causal) {
+    struct ggml_tensor * args[] = {grad, y};
+    struct ggml_tensor * node = ggml_custom_4d(
+        ctx, GGML_TYPE_F32, y->ne[0], y->ne[1], y->ne[2], y->ne[3], args, 2, run_softmax_back, GGML_N_TASKS_MAX, NULL);
+    set_param_f32(node, 0, scale);
+    set_param_i32(node, 1, causal);
+    return node;
+}
+
+static void run_log_softmax(struct ggml_tensor * dst, int ith, int nth, void * unused) {
+    (void) unused;
+    const struct ggml_tensor * x = dst->src[0];
+    const int64_t n = x->ne[0];
+    int64_t begin, end;
+    share_of_work(ggml_nrows(x), 1, ith, nth, &begin, &end);
+    for (int64_t i = begin; i < end; i++) {
+        float * y = (float *) dst->data + i * n;
+        const float * row = (const float *) x->data + i * n;
+        const float top = score_row(y, row, NULL, n, 1.0f);
+        const float log_total = (float) log(exp_row(y, n, top));
+        for (int64_t j = 0; j < n; j++) { /* one after the other: near 1e8 their sum would lose the logarithm */
+            y[j] = row[j] - top - log_total;
+        }
+    }
+}
+
+struct ggml_tensor * pg_log_softmax(struct ggml_context * ctx, struct ggml_tensor * x) {
+    struct ggml_tensor * args[] = {x};
+    return ggml_custom_4d(
+        ctx, GGML_TYPE_F32, x->ne[0], x->ne[1], x->ne[2], x->ne[3], args, 1, run_log_softmax, GGML_N_TASKS_MAX, NULL);
+}
+
+/* ---- normalisation ----
+ *
+ * x is (outer, channels, inner), each channel normalised over outer and inner. Rows of a matrix are outer = 1; the columns of
+ * one, inner = 1, take a loop of their own, which runs along the rows. A centred norm subtracts the mean, the other (RMS) does
+ * not. The gradient is rstd * (g - mean(g) - y * mean(g * y)), with the statistics computed anew: that costs less than storing
+ * and reading them. */
+
+struct layout {
+    int64_t outer, channels, inner;
+    float   eps;
+    bool    centered;
+};
+
+static void set_layout(struct ggml_tensor * node, int64_t outer, int64_t inner, float eps, bool centered) {
+    set_param_i32(node, 0, (int32_t) outer);
+    set_param_i32(node, 1, (int32_t) inner);
+    set_param_f32(node, 2, eps);
+    set_param_i32(node, 3, centered);
+}
+
+static struct layout get_layout(const struct ggml_tensor * node) {
+    const int64_t outer = get_param_i32(node, 0), inner = get_param_i32(node, 1);
+    return (struct layout) {
+        outer, ggml_nelements(node) / (outer * inner), inner, get_param_f32(node, 2), get_param_i32(node, 3) != 0};
+}
+
+static double sum_run(const float * x, int64_t n) {
+    double total = 0.0;
+    for (int64_t b = 0; b < n; b += BLOCK) {
+        const int64_t last = MIN(b + BLOCK, n);
+        float part = 0.0f;
+#pragma omp simd reduction(+ : part)
+        for (int64_t j = b; j < last; j++) {
+            part += x[j];
+        }
+        total += part;
+    }
+    return total;
+}
+
+/* Sum of (x - mean) * (y - mean_y). */
+static double product_run(const float * x, float mean, const float * y, float mean_y, int64_t n) {
+    double total = 0.0;
+    for (int64_t b = 0; b < n; b += BLOCK) {
+        const int64_t last = MIN(b + BLOCK, n);
+        float part = 0.0f;
+#pragma omp simd reduction(+ : part)
+        for (int64_t j = b; j < last; j++) {
+            part += (x[j] - mean) * (y[j] - mean_y);
+        }
+        total += part;
+    }
+    return total;
+}
+
+static float channel_mean(const float * x, const struct layout * l) {
+    double sum = 0.0;
+    for (int64_t o = 0; l->centered && o < l->outer; o++) {
+        sum += sum_run(x + o * l->channels * l->inner, l->inner);
+    }
+    return (float) (sum / (double) (l->outer * l->inner));
+}
+
+/* Mean of (x - mean) * (y - mean_y). */
+static double channel_product(const float * x, float mean, const float * y, float mean_y, const struct layout * l) {
+    double sum = 0.0;
+    for (int64_t o = 0; o < l->outer; o++) {
+        const int64_t at = o * l->channels * l->inner;
+        sum += product_run(x + at, mean, y + at, mean_y, l->inner);
+    }
+    return sum / (double) (l->outer * l->inner);
+}
+
+static void norm_channels(float * y, const float * x, const struct layout * l, int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; c++) {
+        const float * from = x + c * l->inner;
+        const float mean = channel_mean(from, l);
+        const float rstd = (float) (1.0 / sqrt(channel_product(from, mean, from, mean, l) + l->eps));
+        for (int64_t o = 0; o < l->outer; o++) {
+            const int64_t at = (o * l->channels + c) * l->inner;
+            for (int64_t j = at; j < at + l->inner; j++) {
+                y[j] = (x[j] - mean) * rstd;
+            }
+        }
+    }
+}
+
+static void norm_back_channels(
+    float * restrict dx, const float * restrict g, const float * restrict x, const struct layout * l, int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; c++) {
+        const int64_t first = c * l->inner;
+        const float mean = channel_mean(x + first, l), mean_g = channel_mean(g + first, l);
+        const double variance = channel_product(x + first, mean, x + first, mean, l) + l->eps;
+        const float slope = (float) (channel_product(x + first, mean, g + first, mean_g, l) / variance);
+        const float rstd = (float) (1.0 / sqrt(variance));
+        for (int64_t o = 0; o < l->outer; o++) {
+            const int64_t at = o * l->channels * l->inner + first;
+            for (int64_t j = at; j < at + l->inner; j++) {
+                dx[j] = rstd * (g[j] - mean_g - (x[j] - mean) * slope);
+            }
+        }
+    }
+}
+
+enum { STRIP = 64 }; /* columns that are worked on together */
+
+static void strip_mean(const float * x, const struct layout * l, int64_t n, float mean[STRIP]) {
+    double sum[STRIP] = {0.0};
+    for (int64_t o = 0; l->centered && o < l->outer; o++) {
+        for (int64_t j = 0; j < n; j++) {
+            sum[j] += x[o * l->channels + j];
+        }
+    }
+    for (int64_t j = 0; j < n; j++) {
+        mean[j] = (float) (sum[j] / (double) l->outer);
+    }
+}
+
+static void strip_product(
+    const float * x, const float mean[STRIP], const float * y, const float mean_y[STRIP], const struct layout * l, int64_t n,
+    double product[STRIP]) {
+    double sum[STRIP] = {0.0};
+    for (int64_t o = 0; o < l->outer; o++) {
+        for (int64_t j = 0; j < n; j++) {
+            sum[j] += (double) ((x[o * l->channels + j] - mean[j]) * (y[o * l->channels + j] - mean_y[j]));
+        }
+    }
+    for (int64_t j = 0; j < n; j++) {
+        product[j] = sum[j] / (double) l->outer;
+    }
+}
+
+static void norm_columns(float * y, const float * x, const struct layout * l, int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; c += STRIP) {
+        const int64_t n = MIN(STRIP, end - c);
+        float mean[STRIP], rstd[STRIP];
+        double variance[STRIP];
+        strip_mean(x + c, l, n, mean);
+        strip_product(x + c, mean, x + c, mean, l, n, variance);
+        for (int64_t j = 0; j < n; j++) {
+            rstd[j] = (float) (1.0 / sqrt(variance[j] + l->eps));
+        }
+        for (int64_t o = 0; o < l->outer; o++) {
+            const float * from = x + o * l->channels + c;
+            float * to = y + o * l->channels + c;
+            for (int64_t j = 0; j < n; j++) {
+                to[j] = (from[j] - mean[j]) * rstd[j];
+            }
+        }
+    }
+}
+
+static void norm_back_columns(
+    float * dx, const float * g, const float * x, const struct layout * l, int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; c += STRIP) {
+        const int64_t n = MIN(STRIP, end - c);
+        float mean[STRIP], mean_g[STRIP], slope[STRIP], rstd[STRIP];
+        double variance[STRIP], product[STRIP];
+        strip_mean(x + c, l, n, mean);
+        strip_mean(g + c, l, n, mean_g);
+        strip_product(x + c, mean, x + c, mean, l, n, variance);
+        strip_product(x + c, mean, g + c, mean_g, l, n, product);
+        for (int64_t j = 0; j < n; j++) {
+            slope[j] = (float) (product[j] / (variance[j] + l->eps));
+            rstd[j]  = (float) (1.0 / sqrt(variance[j] + l->eps));
+        }
+        for (int64_t o = 0; o < l->outer; o++) {
+            const int64_t at = o * l->channels + c;
+            for (int64_t j = 0; j < n; j++) {
+                dx[at + j] = rstd[j] * (g[at + j] - mean_g[j] - (x[at + j] - mean[j]) * slope[j]);
+            }
+        }
+    }
+}
+
+static void run_norm(struct ggml_tensor * dst, int ith, int nth, void * unused) {
+    (void) unused;
+    const struct layout l = get_layout(dst);
+    const bool columns = l.inner == 1;
+    int64_t begin, end;
+    share_of_work(l.channels, columns ? CACHE_LINE : 1, ith, nth, &begin, &end);
+    (columns ? norm_columns : norm_channels)(dst->data, dst->src[0]->data, &l, begin, end);
+}
+
+struct ggml_tensor * pg_norm(
+    struct ggml_context * ctx, struct ggml_tensor * x, int64_t outer, int64_t inner, float eps, bool centered) {
+    struct ggml_tensor * args[] = {x};
+    struct ggml_tensor * node = ggml_custom_4d(
+        ctx, GGML_TYPE_F32, x->ne[0], x->ne[1], x->ne[2], x->ne[3], args, 1, run_norm, GGML_N_TASKS_MAX, NULL);
+    set_layout(node, outer, inner, eps, centered);
+    return node;
+}
+
+static void run_norm_back(struct ggml_tensor * dst, int ith, int nth, void * unused) {
+    (void) unused;
+    const struct layout l = get_layout(dst);
+    const bool columns = l.inner == 1;
+    int64_t begin, end;
+    share_of_work(l.channels, columns ? CACHE_LINE : 1, ith, nth, &begin, &end);
+    (columns ? norm_back_columns : norm_back_channels)(
+        dst->data, dst->src[0]->data, dst->src[1]->data, &l, begin, end);
+}
+
+struct ggml_tensor * pg_norm_back(
+    struct ggml_context * ctx, struct ggml_tensor * grad, struct ggml_tensor * x, int64_t outer, int64_t inner, float eps,
+    bool centered) {
+    struct ggml_tensor * args[] = {grad, x};
+    struct ggml_tensor * node = ggml_custom_4d(
+        ctx, GGML_TYPE_F32, x->ne[0], x->ne[1], x->ne[2], x->ne[3], args, 2, run_norm_back, GGML_N_TASKS_MAX, NULL);
+    set_layout(node, outer, inner, eps, centered);
+    return node;
+}

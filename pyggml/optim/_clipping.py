@@ -1,0 +1,71 @@
+"""Keep gradients in bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from ..checks import number_in
+from ..errors import GradError
+from ..ops import abs, add, clamp, div, max, maximum, mul, sqrt, sum
+from ..tensor import Tensor, make_tensor
+
+
+def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the Euclidean norm of all gradients together, which squaring does not overflow."""
+    # Divided by their largest value, gradients lie in [-1, 1]; all zeros are divided by 1e-38.
+    tiny = float(np.finfo(np.float32).tiny)
+    unit = maximum(max(abs(gradients[0])), tiny)
+    for gradient in gradients[1:]:
+        unit = maximum(unit, max(abs(gradient)))
+    parts = [div(gradient, unit) for gradient in gradients]
+    total = sum(mul(parts[0], parts[0]))
+    for part in parts[1:]:
+        total = add(total, sum(mul(part, part)))
+    return mul(unit, sqrt(total))
+
+
+def clip_grad_norm(params: Iterable[Tensor], max_norm: float) -> float:
+    """Scale all gradients together so that their norm is at most max_norm; return it from before.
+
+    The clipped gradients replace .grad and show in what ag.backward returned. With accumulated
+    micro-batches use the optimizer's clip_norm instead, which sees their mean. Raises GradError,
+    having changed nothing, if the norm is not finite.
+
+    >>> w = ag.param([3.0, 4.0])
+    >>> with ag.grad_tape():
+    ...     loss = ag.sum(w * w) * 0.5
+    >>> grads = ag.backward(loss)
+    >>> optim.clip_grad_norm([w], 1.0), w.grad.numpy()
+    (5.0, array([0.6, 0.8], dtype=float32))
+    """
+    limit = number_in("clip_grad_norm", "max_norm", max_norm, 0.0)
+    gradients = [p.grad for p in dict.fromkeys(params) if p.grad is not None]
+    if not gradients:
+        return 0.0
+    norm = gradient_norm(gradients).item()
+    if not np.isfinite(norm):
+        raise GradError(f"clip_grad_norm: the norm of the gradients is {norm}; skip this update")
+    if norm > limit:
+        factor = make_tensor(limit / norm, device=gradients[0].device)
+        for gradient in gradients:
+            gradient._become(mul(gradient, factor))
+    return float(norm)
+
+
+def clip_grad_value(params: Iterable[Tensor], max_value: float) -> None:
+    """Limit every element of every gradient to [-max_value, max_value].
+
+    >>> w = ag.param([3.0, 4.0])
+    >>> with ag.grad_tape():
+    ...     loss = ag.sum(w * w) * 0.5
+    >>> grads = ag.backward(loss)
+    >>> optim.clip_grad_value([w], 3.5)
+    >>> w.grad.numpy()
+    array([3. , 3.5], dtype=float32)
+    """
+    limit = number_in("clip_grad_value", "max_value", max_value, 0.0)
+    for parameter in dict.fromkeys(params):
+        if parameter.grad is not None:
+            parameter.grad._become(clamp(parameter.grad, min=-limit, max=limit))
