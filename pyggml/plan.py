@@ -194,7 +194,7 @@ class Pending(NamedTuple):
 
 def pending_in(frame: Frame, wanted: Tensor | None = None) -> Pending:
     """Return what somebody holds in a frame, computed or not."""
-    handles: list[Tensor] = []
+    handles: dict[Tensor, None] = {}  # a handle that changed its place is listed twice
     missing: dict[Node, None] = {}
     known: dict[Node, Source] = {}
     living = []
@@ -204,18 +204,18 @@ def pending_in(frame: Frame, wanted: Tensor | None = None) -> Pending:
             continue
         living.append(reference)
         if tensor._source is None:
-            handles.append(tensor)
+            handles[tensor] = None
             missing[tensor._at[1]] = None
         else:
             known[tensor._at[1]] = tensor._source
     frame.handles = living
     if wanted is not None and wanted._source is None and wanted._at[1] not in missing:
-        handles.append(wanted)
+        handles[wanted] = None
         missing[wanted._at[1]] = None
     for node in known:  # a second handle of something that has been computed
         missing.pop(node, None)
     effects = tuple(node for node in missing if node.op.mutates)
-    return Pending(handles, tuple(n for n in missing if not n.op.mutates), effects, known)
+    return Pending(list(handles), tuple(n for n in missing if not n.op.mutates), effects, known)
 
 
 def evaluate(frame: Frame, wanted: Tensor | None = None, effects: tuple[Node, ...] = ()) -> None:
