@@ -46,7 +46,9 @@ def clip_grad_norm(params: Iterable[Tensor], max_norm: float) -> float:
         return 0.0
     norm = gradient_norm(gradients).item()
     if not np.isfinite(norm):
-        raise GradError(f"clip_grad_norm: the norm of the gradients is {norm}; skip this update")
+        raise GradError(
+            f"clip_grad_norm: the gradients' norm is not finite, {norm}; skip the update"
+        )
     if norm > limit:
         factor = make_tensor(limit / norm, device=gradients[0].device)
         for gradient in gradients:

@@ -107,16 +107,9 @@ class AdamW(Optimizer):
         # The corrections must belong to the betas that the device really has: 1 - 0.999 in float32
         # is off by 5e-5.
         beta1, beta2 = (float(float_type(beta)) for beta in self.betas)
-        decay = self.weight_decay
-        return [
-            self.lr,
-            beta1,
-            beta2,
-            self.epsilon,
-            decay,
-            1 / (1 - beta1**self.t),
-            1 / (1 - beta2**self.t),
-        ]
+        update = self.t + 1  # the number of this one
+        corrections = [1 / (1 - beta**update) for beta in (beta1, beta2)]
+        return [self.lr, beta1, beta2, self.epsilon, self.weight_decay, *corrections]
 
     def update_single(
         self, parameter: Tensor, gradient: Tensor, states: tuple[Tensor, ...], hyper: Tensor

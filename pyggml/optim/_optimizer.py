@@ -190,12 +190,8 @@ class Optimizer:
             updated = bool(np.isfinite(norm))
             scale *= min(1.0, self.clip_norm / norm) if norm > 0.0 else 1.0
         if pairs and updated:
+            self._update(pairs, scale)
             self.t += 1
-            try:
-                self._update(pairs, scale)
-            except BaseException:
-                self.t -= 1
-                raise
         self.skipped += not updated
         if windowed:
             self.zero_grad()
