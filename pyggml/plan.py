@@ -74,7 +74,7 @@ class Program:
         order = graph_order([*outputs, *effects], stop=set(given))
         self._read = {parent for node in order for parent in node.inputs}
         self._kept = self._kept_versions(order, {*outputs, *effects, *given})
-        for node in order:
+        for node in just_in_time(order, {*outputs, *effects}):
             if node.op is graph.SOURCE:
                 step = made[node, 0] = Step(node)
                 self.sources.append((source_index(node), step))
@@ -168,6 +168,23 @@ def graph_order(roots: Iterable[Node], stop: Any = ()) -> list[Node]:
 
 def _order_of(node: Node) -> int:
     return node.order
+
+
+def just_in_time(order: list[Node], roots: set[Node]) -> list[Node]:
+    """Return nodes with each just before its first use; roots keep their place.
+
+    The order of recording alone will not do: a node may have been recorded long ago, for another
+    program that has it in common with this one.
+    """
+    first_use: dict[Node, int] = {}
+    for node in reversed(order):  # whoever uses a node comes before it here
+        place = first_use.get(node, node.order)
+        if node in roots:
+            place = min(place, node.order)
+        first_use[node] = place
+        for parent in node.inputs:
+            first_use[parent] = min(first_use.get(parent, place), place)
+    return sorted(order, key=lambda node: (first_use[node], node.order))
 
 
 _mutated = graph.DerivedCache()

@@ -154,10 +154,10 @@ def saved_tensors(*values: Tensor) -> list[SavedTensor]:
     kept: dict[Node, None] = {}
     for step in program.steps:
         if step.version or step.node.mode.backward:
-            for parent in step.inputs:
-                node = parent.node
-                while node.op.alias:
-                    node = node.inputs[0]
-                if node.inputs and not parent.version and not node.mode.backward:
+            for kept_step in step.inputs:
+                while kept_step.node.op.alias:
+                    kept_step = kept_step.inputs[0]
+                node = kept_step.node
+                if node.inputs and not kept_step.version and not node.mode.backward:
                     kept[node] = None
     return [SavedTensor(n.op.name, n.shape, size_of(n), f"{n.line[0]}:{n.line[1]}") for n in kept]

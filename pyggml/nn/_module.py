@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ..checkpoint import checkpoint as segment
+from ..checks import positive_integer
 from ..errors import ShapeError
 from ..tensor import Parameter, Tensor
 
@@ -91,15 +93,54 @@ def _modules_in(name: str, value: Any) -> Iterator[tuple[str, Module]]:
 class Sequential(Module):
     """Call modules one after another.
 
-    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    ``checkpoint_every=k`` puts each k of them in one checkpointed segment: see ag.checkpoint.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2), checkpoint_every=2)
     >>> model(ag.tensor(np.ones((3, 4)))).shape
     (3, 2)
     """
 
-    def __init__(self, *layers: Module) -> None:
+    def __init__(self, *layers: Module, checkpoint_every: int | None = None) -> None:
         self.layers = list(layers)
+        self.checkpoint_every = checkpoint_every
+        if checkpoint_every is not None:
+            positive_integer("Sequential", "checkpoint_every", checkpoint_every)
 
     def __call__(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
+        size = self.checkpoint_every
+        if size is None:
+            return _run(self.layers, x)
+        for start in range(0, len(self.layers), size):
+            x = segment(_run, self.layers[start : start + size], x)
         return x
+
+
+def _run(layers: list[Module], x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+class Checkpointed(Module):
+    """A module whose inner values the backward pass recomputes; made by nn.checkpoint."""
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return segment(self.module, *args, **kwargs)
+
+    def _named_parameters(self, prefix: str) -> Iterator[tuple[str, Parameter]]:
+        return self.module._named_parameters(prefix)
+
+
+def checkpoint(module: Module) -> Checkpointed:
+    """Return a module that computes the same in one checkpointed segment: see ag.checkpoint.
+
+    It has the parameters of the module, under the same names.
+
+    >>> layer = nn.checkpoint(nn.Linear(4, 2))
+    >>> sorted(layer.state_dict())
+    ['bias', 'weight']
+    """
+    return Checkpointed(module)

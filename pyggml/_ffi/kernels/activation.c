@@ -1,12 +1,11 @@
 /* Activations and their gradients: in a _back, a is the gradient, b what the op's rule gives beside it. */
 
 #include "elementwise.h"
-#include "transcendental.h"
 
 UNARY(relu, a < 0.0f ? 0.0f : a) /* keeps NaN */
 BINARY(relu_back, b > 0.0f ? a : 0.0f)
-UNARY_WITH_TWO_PARAMETERS(leaky_relu, a >= 0.0f ? a : a * p)
-UNARY_WITH_TWO_PARAMETERS(elu, a >= 0.0f ? a : p * expm1_of(a))
+UNARY_P(leaky_relu, a >= 0.0f ? a : a * p)
+UNARY_P(elu, a >= 0.0f ? a : p * expm1_of(a))
 UNARY(tanh, tanh_of(a))
 BINARY(tanh_back, a * (1.0f - b) * (1.0f + b))
 UNARY(sigmoid, sigmoid_of(a))

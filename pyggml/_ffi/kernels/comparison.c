@@ -7,5 +7,5 @@ BINARY(equal, a == b ? 1.0f : 0.0f)
 BINARY(maximum, a > b || a != a ? a : b) /* NaN where either is; b in a tie */
 BINARY(minimum, a < b || a != a ? a : b)
 TERNARY(where, a != 0.0f ? b : c)
-UNARY_WITH_TWO_PARAMETERS(clamp, a < p ? p : a > q ? q : a) /* keeps NaN */
-BINARY_WITH_TWO_PARAMETERS(clamp_back, b > p && b < q ? a : 0.0f)
+UNARY_PQ(clamp, a < p ? p : a > q ? q : a) /* keeps NaN */
+BINARY_PQ(clamp_back, b > p && b < q ? a : 0.0f)

@@ -1,8 +1,8 @@
 /* An elementwise kernel from one formula.
  *
  * UNARY(name, formula) defines pg_name(ctx, x): the formula says what becomes of an element a. BINARY and TERNARY have elements
- * b and c too, and broadcast all of their inputs by NumPy's rule. p and q are the node's two parameters. A formula without
- * branches or calls into libm is vectorised. */
+ * b and c too, and broadcast all of their inputs by NumPy's rule. With _P or _PQ the formula has parameters p and q too, which
+ * pg_name takes last. A formula without branches or calls into libm is vectorised. */
 
 #pragma once
 
@@ -83,49 +83,55 @@ static inline struct ggml_tensor * elementwise_node(
     return node;
 }
 
-#define ROWS(NAME, ELEMENTS, FORMULA)                                                                                      \
-    static void row_##NAME(                                                                                                \
-        float * restrict y, const float * restrict x0, const float * restrict x1, const float * restrict x2, int64_t n,    \
-        float p, float q) {                                                                                                \
-        (void) x1, (void) x2, (void) p, (void) q;                                                                          \
-        for (int64_t i = 0; i < n; i++) {                                                                                  \
-            ELEMENTS;                                                                                                      \
-            y[i] = FORMULA;                                                                                                \
-        }                                                                                                                  \
-    }                                                                                                                      \
-    static void run_##NAME(struct ggml_tensor * dst, int ith, int nth, void * unused) {                                    \
-        (void) unused;                                                                                                     \
-        run_elementwise(dst, ith, nth, row_##NAME);                                                                        \
+#define ROWS(NAME, ELEMENTS, FORMULA)                                                                                     \
+    static void row_##NAME(                                                                                               \
+        float * restrict y, const float * restrict x0, const float * restrict x1, const float * restrict x2, int64_t n,   \
+        float p, float q) {                                                                                               \
+        (void) x1, (void) x2, (void) p, (void) q;                                                                         \
+        for (int64_t i = 0; i < n; i++) {                                                                                 \
+            ELEMENTS;                                                                                                     \
+            y[i] = FORMULA;                                                                                               \
+        }                                                                                                                 \
+    }                                                                                                                     \
+    static void run_##NAME(struct ggml_tensor * dst, int ith, int nth, void * unused) {                                   \
+        (void) unused;                                                                                                    \
+        run_elementwise(dst, ith, nth, row_##NAME);                                                                       \
     }
 
-#define UNARY(NAME, FORMULA)                                                                                               \
-    ROWS(NAME, const float a = x0[i], FORMULA)                                                                             \
-    struct ggml_tensor * pg_##NAME(struct ggml_context * ctx, struct ggml_tensor * x) {                                    \
-        return elementwise_node(ctx, run_##NAME, 1, x, NULL, NULL, 0.0f, 0.0f);                                            \
+#define UNARY(NAME, FORMULA)                                                                                              \
+    ROWS(NAME, const float a = x0[i], FORMULA)                                                                            \
+    struct ggml_tensor * pg_##NAME(struct ggml_context * ctx, struct ggml_tensor * x) {                                   \
+        return elementwise_node(ctx, run_##NAME, 1, x, NULL, NULL, 0.0f, 0.0f);                                           \
     }
 
-#define UNARY_WITH_TWO_PARAMETERS(NAME, FORMULA)                                                                           \
-    ROWS(NAME, const float a = x0[i], FORMULA)                                                                             \
-    struct ggml_tensor * pg_##NAME(struct ggml_context * ctx, struct ggml_tensor * x, float p, float q) {                  \
-        return elementwise_node(ctx, run_##NAME, 1, x, NULL, NULL, p, q);                                                  \
+#define UNARY_P(NAME, FORMULA)                                                                                            \
+    ROWS(NAME, const float a = x0[i], FORMULA)                                                                            \
+    struct ggml_tensor * pg_##NAME(struct ggml_context * ctx, struct ggml_tensor * x, float p) {                          \
+        return elementwise_node(ctx, run_##NAME, 1, x, NULL, NULL, p, 0.0f);                                              \
     }
 
-#define BINARY(NAME, FORMULA)                                                                                              \
-    ROWS(NAME, const float a = x0[i]; const float b = x1[i], FORMULA)                                                      \
-    struct ggml_tensor * pg_##NAME(struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * y) {            \
-        return elementwise_node(ctx, run_##NAME, 2, x, y, NULL, 0.0f, 0.0f);                                               \
+#define UNARY_PQ(NAME, FORMULA)                                                                                           \
+    ROWS(NAME, const float a = x0[i], FORMULA)                                                                            \
+    struct ggml_tensor * pg_##NAME(struct ggml_context * ctx, struct ggml_tensor * x, float p, float q) {                 \
+        return elementwise_node(ctx, run_##NAME, 1, x, NULL, NULL, p, q);                                                 \
     }
 
-#define BINARY_WITH_TWO_PARAMETERS(NAME, FORMULA)                                                                          \
-    ROWS(NAME, const float a = x0[i]; const float b = x1[i], FORMULA)                                                      \
-    struct ggml_tensor * pg_##NAME(                                                                                        \
-        struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * y, float p, float q) {                     \
-        return elementwise_node(ctx, run_##NAME, 2, x, y, NULL, p, q);                                                     \
+#define BINARY(NAME, FORMULA)                                                                                             \
+    ROWS(NAME, const float a = x0[i]; const float b = x1[i], FORMULA)                                                     \
+    struct ggml_tensor * pg_##NAME(struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * y) {           \
+        return elementwise_node(ctx, run_##NAME, 2, x, y, NULL, 0.0f, 0.0f);                                              \
     }
 
-#define TERNARY(NAME, FORMULA)                                                                                             \
-    ROWS(NAME, const float a = x0[i]; const float b = x1[i]; const float c = x2[i], FORMULA)                               \
-    struct ggml_tensor * pg_##NAME(                                                                                        \
-        struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * y, struct ggml_tensor * z) {               \
-        return elementwise_node(ctx, run_##NAME, 3, x, y, z, 0.0f, 0.0f);                                                  \
+#define BINARY_PQ(NAME, FORMULA)                                                                                          \
+    ROWS(NAME, const float a = x0[i]; const float b = x1[i], FORMULA)                                                     \
+    struct ggml_tensor * pg_##NAME(                                                                                       \
+        struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * y, float p, float q) {                    \
+        return elementwise_node(ctx, run_##NAME, 2, x, y, NULL, p, q);                                                    \
+    }
+
+#define TERNARY(NAME, FORMULA)                                                                                            \
+    ROWS(NAME, const float a = x0[i]; const float b = x1[i]; const float c = x2[i], FORMULA)                              \
+    struct ggml_tensor * pg_##NAME(                                                                                       \
+        struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * y, struct ggml_tensor * z) {              \
+        return elementwise_node(ctx, run_##NAME, 3, x, y, z, 0.0f, 0.0f);                                                 \
     }

@@ -37,7 +37,7 @@ struct ggml_tensor * pg_norm_back(
     bool centered);
 
 /* Rotary embedding of x (batch, tokens, heads, width): pair k turns by position * base^(-2 k / width), the other way if inverse.
- * Pairs are halves apart, or neighbours if interleaved. */
+ * Pairs are halves apart, or neighbours if interleaved. positions may be NULL: 0, 1, ... */
 struct ggml_tensor * pg_rope(
     struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * positions, float base, bool interleaved,
     bool inverse);
@@ -54,7 +54,11 @@ struct ggml_tensor * pg_dropout_mask(
  * infinity come out as in NumPy. */
 struct ggml_tensor * pg_affine(struct ggml_context * ctx, struct ggml_tensor * x, float scale, float shift);
 struct ggml_tensor * pg_exp(struct ggml_context * ctx, struct ggml_tensor * x);
+struct ggml_tensor * pg_log(struct ggml_context * ctx, struct ggml_tensor * x);
 struct ggml_tensor * pg_sign(struct ggml_context * ctx, struct ggml_tensor * x);
+/* x^y, broadcasting; and x to the power of one number. */
+struct ggml_tensor * pg_pow(struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * y);
+struct ggml_tensor * pg_power(struct ggml_context * ctx, struct ggml_tensor * x, float exponent);
 
 /* 1 where x > y, or x == y, else 0; broadcasting. */
 struct ggml_tensor * pg_greater(struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * y);
@@ -70,11 +74,24 @@ struct ggml_tensor * pg_clamp(struct ggml_context * ctx, struct ggml_tensor * x,
 struct ggml_tensor * pg_clamp_back(
     struct ggml_context * ctx, struct ggml_tensor * grad, struct ggml_tensor * x, float low, float high);
 
-/* Activations of each element; a _back is the gradient in x, or y where the result is what it is computed from. */
+/* Activations of each element. A _back is the gradient in x, from grad and either x or the result. */
 struct ggml_tensor * pg_relu(struct ggml_context * ctx, struct ggml_tensor * x);
-struct ggml_tensor * pg_relu_back(struct ggml_context * ctx, struct ggml_tensor * grad, struct ggml_tensor * x);
+struct ggml_tensor * pg_relu_back(struct ggml_context * ctx, struct ggml_tensor * grad, struct ggml_tensor * result);
+/* x for x >= 0; below, slope * x, or alpha * (e^x - 1). */
+struct ggml_tensor * pg_leaky_relu(struct ggml_context * ctx, struct ggml_tensor * x, float slope);
+struct ggml_tensor * pg_elu(struct ggml_context * ctx, struct ggml_tensor * x, float alpha);
 struct ggml_tensor * pg_tanh(struct ggml_context * ctx, struct ggml_tensor * x);
+struct ggml_tensor * pg_tanh_back(struct ggml_context * ctx, struct ggml_tensor * grad, struct ggml_tensor * result);
 struct ggml_tensor * pg_sigmoid(struct ggml_context * ctx, struct ggml_tensor * x);
+struct ggml_tensor * pg_sigmoid_back(struct ggml_context * ctx, struct ggml_tensor * grad, struct ggml_tensor * result);
+struct ggml_tensor * pg_silu(struct ggml_context * ctx, struct ggml_tensor * x);
+struct ggml_tensor * pg_silu_back(struct ggml_context * ctx, struct ggml_tensor * grad, struct ggml_tensor * x);
+struct ggml_tensor * pg_softplus(struct ggml_context * ctx, struct ggml_tensor * x);
+/* GELU by the normal distribution function, and by its approximation with tanh. */
+struct ggml_tensor * pg_gelu(struct ggml_context * ctx, struct ggml_tensor * x);
+struct ggml_tensor * pg_gelu_back(struct ggml_context * ctx, struct ggml_tensor * grad, struct ggml_tensor * x);
+struct ggml_tensor * pg_gelu_tanh(struct ggml_context * ctx, struct ggml_tensor * x);
+struct ggml_tensor * pg_gelu_tanh_back(struct ggml_context * ctx, struct ggml_tensor * grad, struct ggml_tensor * x);
 
 /* Sum over the middle axis of a contiguous (outer, middle, inner): (outer, inner). */
 struct ggml_tensor * pg_sum_middle(
@@ -82,6 +99,10 @@ struct ggml_tensor * pg_sum_middle(
 
 /* Largest element along the middle axis of a contiguous (outer, middle, inner): (outer, inner). NaN where there is one. */
 struct ggml_tensor * pg_max_middle(
+    struct ggml_context * ctx, struct ggml_tensor * x, int64_t outer, int64_t middle, int64_t inner);
+
+/* Index of that element, the first of equal ones, or of NaN: int32 (outer, inner). */
+struct ggml_tensor * pg_argmax_middle(
     struct ggml_context * ctx, struct ggml_tensor * x, int64_t outer, int64_t middle, int64_t inner);
 
 /* One AdamW update in place. hyper holds lr, beta1, beta2, epsilon, weight decay, 1 / (1 - beta1^t), 1 / (1 - beta2^t). */

@@ -104,3 +104,35 @@ struct ggml_tensor * pg_max_middle(
     struct ggml_tensor * args[] = {x};
     return ggml_custom_4d(ctx, GGML_TYPE_F32, inner, outer, 1, 1, args, 1, run_max_middle, GGML_N_TASKS_MAX, NULL);
 }
+
+static void run_argmax_middle(struct ggml_tensor * dst, int ith, int nth, void * unused) {
+    (void) unused;
+    const int64_t inner = dst->ne[0], outer = dst->ne[1];
+    const int64_t middle = ggml_nelements(dst->src[0]) / (inner * outer);
+    int64_t begin, end;
+    share_of_work(outer * inner, CACHE_LINE, ith, nth, &begin, &end);
+    for (int64_t i = begin; i < end;) {
+        const int64_t o = i / inner, column = i % inner, n = MIN(MIN(inner - column, end - i), SUM_COLUMNS);
+        const float * x = (const float *) dst->src[0]->data + o * middle * inner + column;
+        int32_t * best = (int32_t *) dst->data + i;
+        float top[SUM_COLUMNS];
+        memcpy(top, x, n * sizeof(float));
+        memset(best, 0, n * sizeof(int32_t));
+        for (int64_t r = 1; r < middle; r++) {
+            for (int64_t j = 0; j < n; j++) {
+                const float v = x[r * inner + j];
+                const bool better = v > top[j] || (v != v && top[j] == top[j]);
+                best[j] = better ? (int32_t) r : best[j];
+                top[j]  = better ? v : top[j];
+            }
+        }
+        i += n;
+    }
+}
+
+struct ggml_tensor * pg_argmax_middle(
+    struct ggml_context * ctx, struct ggml_tensor * x, int64_t outer, int64_t middle, int64_t inner) {
+    (void) middle;
+    struct ggml_tensor * args[] = {x};
+    return ggml_custom_4d(ctx, GGML_TYPE_I32, inner, outer, 1, 1, args, 1, run_argmax_middle, GGML_N_TASKS_MAX, NULL);
+}
