@@ -20,6 +20,7 @@ from .errors import (
     ShapeError,
     StaleError,
 )
+from .random import Generator, manual_seed
 
 __all__ = [
     "AnomalyError",
@@ -27,6 +28,7 @@ __all__ = [
     "Device",
     "DeviceError",
     "DeviceMemoryError",
+    "Generator",
     "GradCheckError",
     "GradError",
     "IndexRangeError",
@@ -40,6 +42,7 @@ __all__ = [
     "device",
     "devices",
     "get_num_threads",
+    "manual_seed",
     "nn",
     "optim",
     "set_device",

@@ -5,11 +5,9 @@ one twice is harmless.
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
 import threading
 from collections import OrderedDict
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,12 +17,10 @@ from .checks import positive_integer
 from .dtypes import DType
 from .errors import DeviceError, DeviceMemoryError
 from .graph import Source, state
+from .memory import HostStorage, allocate, release_idle
 
 if TYPE_CHECKING:
     from .plan import Plan, Program
-
-ALIGNMENT = 64  # bytes: one cache line, one AVX-512 register
-ALIGN_FROM = 1 << 16  # bytes: aligning a smaller array costs more than it gains
 
 
 class Device:
@@ -46,7 +42,7 @@ class Device:
         return dtype.numpy
 
     def upload(self, array: np.ndarray, dtype: DType) -> Any:
-        """Return storage that holds a fresh, contiguous array; the caller gives the array away."""
+        """Return new storage with the values of an array."""
         raise NotImplementedError
 
     def download(self, source: Source) -> np.ndarray:
@@ -93,41 +89,6 @@ class Device:
                 self.plans.popitem()[1].close()
 
 
-class HostStorage:
-    """Memory that both NumPy and ggml's CPU backend use; NumPy owns it.
-
-    ``serial`` is never used twice, unlike an address: a plan remembers by it what it is bound to.
-    """
-
-    __slots__ = ("array", "pointer", "serial")
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array
-        self.pointer = ffi.from_buffer(array)
-        self.serial = next(_serials)
-
-
-_serials = itertools.count(1)
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return an uninitialised array that starts on a cache line if it is large enough for that to
-    matter.
-    """
-    nbytes = prod(shape) * dtype.itemsize
-    if nbytes < ALIGN_FROM:
-        return np.empty(shape, dtype)
-    try:
-        raw = np.empty(nbytes + ALIGNMENT, np.uint8)
-    except MemoryError:
-        raise DeviceMemoryError(
-            f"cpu: no memory for {nbytes / 2**20:.1f} MB, shape {shape}"
-        ) from None
-    start = -int(ffi.cast(_ADDRESS, ffi.from_buffer(raw))) % ALIGNMENT
-    return raw[start : start + nbytes].view(dtype).reshape(shape)
-
-
-_ADDRESS = ffi.typeof("uintptr_t")
 _INT32_POINTER = ffi.typeof("int32_t *")
 
 
@@ -150,7 +111,9 @@ class CpuDevice(Device):
         self.epoch = 0  # changes when the working buffer moves
 
     def upload(self, array: np.ndarray, dtype: DType) -> HostStorage:
-        return HostStorage(array)
+        storage = allocate(array.shape, dtype.numpy)
+        storage.array[...] = array
+        return storage
 
     def download(self, source: Source) -> np.ndarray:
         return source.storage.array.copy()
@@ -168,7 +131,7 @@ class CpuDevice(Device):
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> HostStorage:
         """Return uninitialised storage."""
-        return HostStorage(aligned_empty(shape, dtype.numpy))
+        return allocate(shape, dtype.numpy)
 
     def compile(self, program: Program) -> Plan:
         from .ggml_plan import GgmlPlan
@@ -213,6 +176,7 @@ class CpuDevice(Device):
                 lib.ggml_gallocr_free(self._allocator)
                 self._allocator = lib.ggml_gallocr_new(lib.ggml_backend_cpu_buffer_type())
                 self.epoch += 1
+            release_idle()
 
     def _start(self) -> None:
         if self._pid == os.getpid():

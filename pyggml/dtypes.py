@@ -47,13 +47,13 @@ def as_dtype(value: object) -> DType:
         ) from None
 
 
-def as_array(
-    value: object, dtype: DType | None = None, *, op: str = "tensor", double: bool = False
-) -> np.ndarray:
-    """Return value as a fresh, C-contiguous, native-endian array of a type that pyggml has.
+def check_array(
+    value: object, dtype: DType | None = None, *, op: str = "tensor"
+) -> tuple[np.ndarray, DType]:
+    """Return value as an array of real numbers, of any layout, and the DType to store it in.
 
-    Floats and booleans become float32 (float64 if ``double``), integers int32. An integer outside
-    int32, a complex number or an object raises DTypeError: nothing is ever reinterpreted.
+    Floats and booleans become float32, integers int32. An integer outside int32, a complex number
+    or an object raises DTypeError: nothing is ever reinterpreted. The array may be value itself.
     """
     try:
         array = value if isinstance(value, np.ndarray) else np.asarray(value)
@@ -67,15 +67,13 @@ def as_array(
     if dtype is None:
         dtype = float32 if kind in "fb" else int32
     if dtype.is_float:
-        return np.array(array, dtype=np.float64 if double else dtype.numpy, order="C", copy=True)
+        return array, dtype
     if kind == "f":
         raise DTypeError(
             f"{op}: needs integers; got {array.dtype}; use .astype(np.int32) if they are whole"
         )
-    if (
-        array.dtype != dtype.numpy and array.dtype.itemsize >= 4 and array.size
-    ):  # could be too large
+    if array.dtype != dtype.numpy and array.dtype.itemsize >= 4 and array.size:  # could be too big
         low, high = array.min(), array.max()
         if low < _INT32.min or high > _INT32.max:
             raise DTypeError(f"{op}: integers must fit in int32; got values from {low} to {high}")
-    return np.array(array, dtype=dtype.numpy, order="C", copy=True)
+    return array, dtype

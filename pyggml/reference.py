@@ -36,7 +36,7 @@ class ReferenceDevice(Device):
         return np.dtype(np.float64) if dtype.is_float else dtype.numpy
 
     def upload(self, array: np.ndarray, dtype: DType) -> ReferenceStorage:
-        return ReferenceStorage(array)
+        return ReferenceStorage(np.array(array, self.numpy_dtype(dtype), order="C"))
 
     def download(self, source: Source) -> np.ndarray:
         return source.storage.array.copy()

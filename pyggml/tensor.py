@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from . import graph
 from .anomaly import note_line
 from .device import Device, resolve_device
-from .dtypes import DType, as_array, as_dtype, float32, int32
+from .dtypes import DType, as_dtype, check_array, float32
 from .errors import DeviceError, DTypeError, GradError, PyggmlError, ShapeError, StaleError
 from .graph import MAX_DIMS, NOWHERE, SOURCE, Frame, Node, Op, Source, find_node, make_node, state
 
@@ -143,7 +143,7 @@ class Tensor:
                 "assign: only a parameter or a tensor made from data can be overwritten"
             )
         data = value.numpy() if isinstance(value, Tensor) else value
-        array = as_array(data, source.dtype, op="assign", double=source.device.double)
+        array, _ = check_array(data, source.dtype, op="assign")
         if array.shape != source.shape:
             raise ShapeError(f"assign: needs the shape {source.shape}; got {array.shape}")
         source.device.write(source, array)
@@ -317,21 +317,18 @@ def make_tensor(
     """Copy data into a new leaf tensor."""
     if isinstance(data, Tensor):
         data = data.numpy()
-    where = resolve_device(device)
-    array = as_array(
-        data, as_dtype(dtype) if dtype is not None else None, op=op, double=where.double
-    )
+    array, kind = check_array(data, as_dtype(dtype) if dtype is not None else None, op=op)
     if array.ndim > MAX_DIMS:
         raise ShapeError(
             f"{op}: at most {MAX_DIMS} dimensions; got shape {array.shape}; merge some with reshape"
         )
     if array.size == 0:
         raise ShapeError(f"{op}: needs at least one element; got shape {array.shape}")
-    kind = float32 if array.dtype.kind == "f" else int32
     if requires_grad and kind is not float32:
         raise DTypeError(
             f"{op}: gradients need floating point; got {array.dtype}; pass dtype='float32'"
         )
+    where = resolve_device(device)
     source = Source(array.shape, kind, where, where.upload(array, kind), requires_grad)
     return from_source(source, cls)
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from pyggml import ag
 from pyggml.ops import sum_to
+from pyggml.random import Generator
 
 Domain = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
@@ -29,8 +30,18 @@ def positive(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarr
     return generator.uniform(0.2, 2.0, shape)
 
 
+def around_one(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Both signs, sizes from 0.8 to 1.25: high powers stay near 1."""
+    return generator.choice([-1.0, 1.0], shape) * generator.uniform(0.8, 1.25, shape)
+
+
 def labels(classes: int) -> Domain:
     return lambda generator, shape: generator.integers(0, classes, shape)
+
+
+def whole(x: ag.Tensor) -> ag.Tensor:
+    """Return integers as floats, which can be compared like other results."""
+    return ag.astype(x, "float32")
 
 
 @dataclass
@@ -82,6 +93,23 @@ ROWS = [
     Row("sign", ag.sign, [(2, 3)], [apart_from_zero], order=1),
     Row("sin", ag.sin, [(2, 3)]),
     Row("cos", ag.cos, [(2, 3)]),
+    Row("astype", lambda x: whole(ag.astype(3.0 * x.T, "int32")) * x.T, [(3, 4)]),
+    # powers
+    Row("pow whole", lambda x: ag.pow(x, 3) + ag.pow(x.T, 4), [(3, 3)]),
+    Row("pow negative", lambda x: ag.pow(x, -1) + ag.pow(x, -3), [(3, 4)], [apart_from_zero]),
+    Row("pow large", lambda x: ag.pow(x, 7) + ag.pow(x, -6), [(3, 4)], [around_one]),
+    Row("pow fraction", lambda x: ag.pow(x, 2.5) + ag.pow(x, -0.3), [(3, 4)], [positive]),
+    Row("pow special", lambda x: ag.pow(x, 0) + ag.pow(x, 1) + ag.pow(x, 2), [(3, 4)]),
+    Row("pow root", lambda x: ag.pow(x, 0.5), [(3, 4)], [positive]),
+    Row("pow tensors", ag.pow, [(3, 4), (3, 4)], [positive, normal]),
+    Row("pow both broadcast", ag.pow, [(3, 1), (2, 1, 4)], [positive, normal]),
+    Row("pow of a number", lambda x: ag.pow(2.0, x.T), [(3, 4)]),
+    Row(
+        "pow of negative bases",
+        lambda x: ag.pow(x, np.array([3.0, -2.0, 0.0, 1.0])),
+        [(3, 4)],
+        [apart_from_zero],
+    ),
     # comparisons and choices
     Row("step", ag.step, [(3, 5)], [apart_from_zero], order=1),
     Row("greater", ag.greater, [(3, 1), (2, 1, 4)], order=1),
@@ -106,8 +134,29 @@ ROWS = [
     Row("detach", lambda x: ag.detach(x * 0.0) + x, [(3,)]),  # elsewhere: no gradient comes through
     # activations
     Row("relu", ag.relu, [(3, 5)], [apart_from_zero]),
+    Row("leaky_relu", ag.leaky_relu, [(3, 5)], [apart_from_zero]),
+    Row(
+        "leaky_relu folding",
+        lambda x: ag.leaky_relu(x.T, negative_slope=-0.5),
+        [(3, 5)],
+        [apart_from_zero],
+    ),
+    Row("elu", ag.elu, [(3, 5)], [apart_from_zero]),
+    Row("elu alpha", lambda x: ag.elu(x.T, alpha=0.5), [(3, 5)], [apart_from_zero]),
     Row("tanh", ag.tanh, [(3, 5)]),
+    Row("tanh of a transpose", lambda x: ag.tanh(x.T), [(2, 3, 5)]),
     Row("sigmoid", ag.sigmoid, [(3, 5)]),
+    Row("sigmoid of a transpose", lambda x: ag.sigmoid(x.T), [(3, 5)]),
+    Row("silu", ag.silu, [(2, 2, 3, 5)]),
+    Row("silu of a transpose", lambda x: ag.silu(x.T), [(3, 5)]),
+    Row("swiglu", ag.swiglu, [(3, 5), (3, 5)]),
+    Row("gelu", ag.gelu, [(3, 50)]),
+    Row("gelu of a transpose", lambda x: ag.gelu(x.T), [(3, 5)]),
+    Row("gelu tanh", lambda x: ag.gelu(x.T, approximate="tanh"), [(3, 50)]),
+    Row("softplus", ag.softplus, [(3, 5)]),
+    Row("softplus of a transpose", lambda x: ag.softplus(x.T), [(3, 5)]),
+    Row("hardsigmoid", ag.hardsigmoid, [(3, 5)]),
+    Row("hardswish", ag.hardswish, [(3, 5)]),
     # shape
     Row("reshape", lambda x: ag.reshape(x, (3, -1)) * 2.0, [(2, 3, 2)]),
     Row("reshape of a transpose", lambda x: ag.reshape(x.T, (6,)), [(2, 3)]),
@@ -139,6 +188,16 @@ ROWS = [
         lambda x: ag.logsumexp(x, axis=(0, 2), keepdims=True),
         [(2, 3, 4, 2)],
     ),
+    Row("argmax", lambda x: whole(ag.argmax(x)), [(3, 4)], order=1),
+    Row("argmax keeping", lambda x: whole(ag.argmax(x, keepdims=True)), [(3, 4)], order=1),
+    Row("argmax first axis", lambda x: whole(ag.argmax(x, axis=0)), [(3, 300)], order=1),
+    Row("argmax middle axis", lambda x: whole(ag.argmax(x, axis=1)), [(2, 3, 4)], order=1),
+    Row("argmax of a transpose", lambda x: whole(ag.argmax(x.T, axis=-1)), [(3, 4)], order=1),
+    Row("norm", ag.norm, [(3, 4)]),
+    Row("norm axis", lambda x: ag.norm(x, axis=-1, keepdims=True), [(3, 4)]),
+    Row("var", ag.var, [(3, 4)]),
+    Row("var axes", lambda x: ag.var(x, axis=(0, 2), keepdims=True, ddof=1), [(3, 2, 4)]),
+    Row("std", lambda x: ag.std(x, axis=0), [(3, 4)]),
     Row("sum_to", lambda x: sum_to(x, (3, 1)), [(2, 3, 4)]),
     # linear algebra
     Row("matmul", ag.matmul, [(3, 4), (4, 5)]),
@@ -157,6 +216,70 @@ ROWS = [
     Row("matmul of vectors", ag.matmul, [(4,), (4,)]),
     Row("matmul vector left", ag.matmul, [(4,), (2, 4, 3)]),
     Row("matmul vector right", ag.matmul, [(2, 3, 4), (4,)]),
+    # softmax and normalisation
+    Row("softmax", ag.softmax, [(3, 5)]),
+    Row("softmax 4-D", ag.softmax, [(2, 2, 3, 4)]),
+    Row("softmax first axis", lambda x: ag.softmax(x, axis=0), [(3, 5)]),
+    Row("softmax of a transpose", lambda x: ag.softmax(x.T), [(3, 5)]),
+    Row("log_softmax", ag.log_softmax, [(3, 5)]),
+    Row("log_softmax middle axis", lambda x: ag.log_softmax(x, axis=1), [(2, 3, 4)]),
+    Row("layer_norm", ag.layer_norm, [(2, 3, 6), (6,), (6,)]),
+    Row("layer_norm two axes", ag.layer_norm, [(2, 3, 4), (3, 4)]),
+    Row("layer_norm plain", lambda x: ag.layer_norm(x.T, eps=0.1), [(6, 4)]),
+    Row("rms_norm", ag.rms_norm, [(2, 3, 6), (6,)]),
+    Row("rms_norm plain", lambda x: ag.rms_norm(x, eps=0.1), [(4,)]),
+    Row(
+        "group_norm",
+        lambda x, w, b: ag.group_norm(x, w, b, groups=2),
+        [(2, 4, 3, 2), (4,), (4,)],
+    ),
+    Row("batch_norm", lambda x: ag.batch_norm(x, training=True), [(5, 3)]),
+    Row(
+        "batch_norm of images",
+        lambda x, w, b: ag.batch_norm(x, w, b, training=True),
+        [(2, 3, 2, 2), (3,), (3,)],
+    ),
+    Row(
+        "batch_norm of strided sequences",
+        lambda x: ag.batch_norm(ag.transpose(x, 1, 2), training=True, eps=0.1),
+        [(2, 3, 4)],
+    ),
+    Row(
+        "batch_norm evaluated",
+        lambda x, w, b, mean, var: ag.batch_norm(x, w, b, running_mean=mean, running_var=var),
+        [(2, 3, 4), (3,), (3,), (3,), (3,)],
+        [normal, normal, normal, normal, positive],
+    ),
+    # attention
+    Row("rope", ag.rope, [(2, 3, 2, 6)]),
+    Row("rope interleaved", lambda x: ag.rope(x, interleaved=True, base=100.0), [(3, 2, 4)]),
+    Row(
+        "rope at positions",
+        lambda x, at: ag.rope(ag.transpose(x, 1, 2), positions=at),
+        [(2, 2, 3, 4), (3,)],
+        [normal, labels(50)],
+    ),
+    Row("attention", ag.scaled_dot_product_attention, [(2, 2, 3, 4), (2, 2, 5, 4), (2, 2, 5, 3)]),
+    Row(
+        "attention causal",
+        lambda q, k, v: ag.scaled_dot_product_attention(q, k, v, causal=True),
+        [(1, 2, 3, 4), (1, 2, 5, 4), (1, 2, 5, 4)],
+    ),
+    Row(
+        "attention in groups with a learned mask",
+        lambda q, k, v, m: ag.scaled_dot_product_attention(q, k, v, mask=m, scale=0.7),
+        [(2, 4, 3, 2), (2, 2, 4, 2), (2, 2, 4, 2), (4, 1, 4)],
+    ),
+    Row(
+        "attention of strided heads",
+        lambda q, k, v: ag.scaled_dot_product_attention(
+            *(ag.transpose(t, 1, 2) for t in (q, k, v)), mask=np.tri(3, 3, dtype=bool), causal=True
+        ),
+        [(2, 3, 2, 4), (2, 3, 1, 4), (2, 3, 1, 4)],
+    ),
+    # random
+    Row("dropout", lambda x: ag.dropout(x, p=0.4, generator=Generator(7)), [(3, 100)]),
+    Row("dropout of all", lambda x: ag.dropout(x.T, p=1.0) + x.T, [(3, 4)]),
     # losses
     Row("mse_loss", ag.mse_loss, [(3, 4), (3, 4)]),
     Row("mse_loss none", lambda a, b: ag.mse_loss(a, b, reduction="none"), [(3,), (3,)]),

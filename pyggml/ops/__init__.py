@@ -1,12 +1,27 @@
 """Every op, one file per family; one op is one block: rules, then the public function."""
 
 from . import update
-from .activation import relu, sigmoid, tanh
+from .activation import (
+    elu,
+    gelu,
+    hardsigmoid,
+    hardswish,
+    leaky_relu,
+    relu,
+    sigmoid,
+    silu,
+    softplus,
+    swiglu,
+    tanh,
+)
+from .attention import rope, scaled_dot_product_attention
 from .comparison import clamp, equal, greater, less, maximum, minimum, step, where
+from .dropout import dropout, rand, randn
 from .elementwise import (
     abs,
     add,
     affine,
+    astype,
     cos,
     detach,
     div,
@@ -21,25 +36,40 @@ from .elementwise import (
 )
 from .linear import matmul
 from .loss import mse_loss, softmax_cross_entropy
-from .power import sqr, sqrt
-from .reduction import logsumexp, max, mean, min, sum, sum_to
+from .normalization import batch_norm, batch_statistics, group_norm, layer_norm, rms_norm
+from .power import pow, sqr, sqrt
+from .reduction import argmax, logsumexp, max, mean, min, norm, std, sum, sum_to, var
 from .shaping import broadcast_to, permute, reshape, transpose
+from .softmax import log_softmax, softmax
 
 __all__ = [
     "abs",
     "add",
     "affine",
+    "argmax",
+    "astype",
+    "batch_norm",
+    "batch_statistics",
     "broadcast_to",
     "clamp",
     "cos",
     "detach",
     "div",
+    "dropout",
+    "elu",
     "equal",
     "exp",
     "full",
+    "gelu",
     "greater",
+    "group_norm",
+    "hardsigmoid",
+    "hardswish",
+    "layer_norm",
+    "leaky_relu",
     "less",
     "log",
+    "log_softmax",
     "logsumexp",
     "matmul",
     "max",
@@ -50,21 +80,34 @@ __all__ = [
     "mse_loss",
     "mul",
     "neg",
+    "norm",
     "permute",
+    "pow",
+    "rand",
+    "randn",
     "relu",
     "reshape",
+    "rms_norm",
+    "rope",
+    "scaled_dot_product_attention",
     "sigmoid",
     "sign",
+    "silu",
     "sin",
+    "softmax",
     "softmax_cross_entropy",
+    "softplus",
     "sqr",
     "sqrt",
+    "std",
     "step",
     "sub",
     "sum",
     "sum_to",
+    "swiglu",
     "tanh",
     "transpose",
     "update",
+    "var",
     "where",
 ]

@@ -1,4 +1,8 @@
-"""Comparisons as masks of 0 and 1, and choices between elements."""
+"""Comparisons as masks of 0 and 1, and choices between elements.
+
+A Python number among the inputs becomes part of the recorded structure, as in arithmetic; use a 0-d
+tensor for one that changes from step to step.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,16 @@ def keep_nan(b: Lowering, value: GgmlTensor, *inputs: GgmlTensor) -> GgmlTensor:
         zero = lib.ggml_scale(b.ctx, lib.ggml_sigmoid(b.ctx, b.contiguous(x)), 0.0)
         value = b.binary(lib.ggml_add, value, zero, commutative=True)
     return value
+
+
+def constants(*values: TensorLike) -> tuple[TensorLike, ...]:
+    """Return the values, Python numbers among them as tensors that are part of the structure."""
+    like = next((value for value in values if isinstance(value, Tensor)), None)
+    device = None if like is None else like.device
+    return tuple(
+        full((), value, device=device) if isinstance(value, (int, float)) else value
+        for value in values
+    )
 
 
 # ---- step, greater, less, equal ------------------------------------------------------------------
@@ -65,7 +79,7 @@ def greater(x: TensorLike, y: TensorLike) -> Tensor:
     >>> ag.greater([1.0, 2.0, 3.0], 2.0).numpy()
     array([0., 0., 1.], dtype=float32)
     """
-    return record(GREATER, x, y)
+    return record(GREATER, *constants(x, y))
 
 
 def less(x: TensorLike, y: TensorLike) -> Tensor:
@@ -74,15 +88,15 @@ def less(x: TensorLike, y: TensorLike) -> Tensor:
     >>> ag.less([1.0, 2.0, 3.0], 2.0).numpy()
     array([1., 0., 0.], dtype=float32)
     """
-    return record(GREATER, y, x)
+    return record(GREATER, *constants(y, x))
 
 
 def _lower_equal(b: Lowering, x: GgmlTensor, y: GgmlTensor) -> GgmlTensor:
     if b.own_kernels:
         return lib.pg_equal(b.ctx, b.contiguous(x), b.contiguous(y))
     # 1 unless one is greater; but 0 for NaN, which ggml's step takes for not positive
-    numbers = (lib.ggml_sigmoid(b.ctx, b.contiguous(t)) for t in (x, y))
-    both = b.binary(lib.ggml_add, *numbers, commutative=True)
+    first, second = (lib.ggml_sigmoid(b.ctx, b.contiguous(t)) for t in (x, y))
+    both = b.binary(lib.ggml_add, first, second, commutative=True)
     result = lib.ggml_step(b.ctx, lib.ggml_scale_bias(b.ctx, both, 1.0, 1.0))
     for p, q in ((x, y), (y, x)):
         result = lib.ggml_sub(b.ctx, result, _lower_greater(b, p, q))
@@ -104,7 +118,7 @@ def equal(x: TensorLike, y: TensorLike) -> Tensor:
     >>> ag.equal([1.0, 2.0, 3.0], 2.0).numpy()
     array([0., 1., 0.], dtype=float32)
     """
-    return record(EQUAL, x, y)
+    return record(EQUAL, *constants(x, y))
 
 
 # ---- where ---------------------------------------------------------------------------------------
@@ -115,7 +129,7 @@ def _lower_where(b: Lowering, condition: GgmlTensor, x: GgmlTensor, y: GgmlTenso
         return lib.pg_where(b.ctx, *(b.contiguous(t) for t in (condition, x, y)))
     # Products with a mask would let NaN through, so elements are looked up: row 0 is y, row 1 is x.
     sizes = zip(*(t.ne for t in (condition, x, y)), strict=True)
-    shape = tuple(reversed([max(size) for size in sizes]))
+    shape = tuple(max(size) for size in sizes)[::-1]
     condition, x, y = (b.broadcast(t, shape) for t in (condition, x, y))
     count = int(np.prod(shape))
     x, y = (b.reshape(t, (1, count, 1)) for t in (x, y))
@@ -150,7 +164,7 @@ def where(condition: TensorLike, x: TensorLike, y: TensorLike) -> Tensor:
     >>> ag.where(np.array([True, False]), [1.0, 2.0], 0.0).numpy()
     array([1., 0.], dtype=float32)
     """
-    return record(WHERE, condition, x, y)
+    return record(WHERE, *constants(condition, x, y))
 
 
 # ---- maximum, minimum ----------------------------------------------------------------------------
@@ -185,7 +199,7 @@ def maximum(x: TensorLike, y: TensorLike) -> Tensor:
     """
     if isinstance(y, (int, float)) and not isnan(y):
         return clamp(x, min=y)
-    return record(MAXIMUM, x, y)
+    return record(MAXIMUM, *constants(x, y))
 
 
 def _lower_minimum(b: Lowering, x: GgmlTensor, y: GgmlTensor) -> GgmlTensor:
@@ -217,7 +231,7 @@ def minimum(x: TensorLike, y: TensorLike) -> Tensor:
     """
     if isinstance(y, (int, float)) and not isnan(y):
         return clamp(x, max=y)
-    return record(MINIMUM, x, y)
+    return record(MINIMUM, *constants(x, y))
 
 
 # ---- clamp ---------------------------------------------------------------------------------------

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from .._ffi import lib
 from ..device import Device, resolve_device
-from ..dtypes import float32
+from ..dtypes import as_dtype, float32
 from ..graph import PLAIN, Op, Shape, Spec, find_node, state
 from ..lowering import GgmlTensor, Lowering
-from ..tensor import Tensor, TensorLike, pending, record
+from ..tensor import Tensor, TensorLike, as_tensor, pending, record
 from .rules import broadcasting, check_ndim, same
 
 # ---- full ----------------------------------------------------------------------------------------
@@ -44,10 +44,24 @@ def full(shape: Sequence[int], value: float, *, device: Device | str | None = No
 
 # ---- add, sub, mul, div --------------------------------------------------------------------------
 
+
+def _arithmetic(name: str, *, commutative: bool) -> Callable[..., GgmlTensor]:
+    """Return the lowering of an op on two tensors."""
+    own, ggml = getattr(lib, f"pg_{name}"), getattr(lib, f"ggml_{name}")
+
+    def lower(b: Lowering, x: GgmlTensor, y: GgmlTensor) -> GgmlTensor:
+        # ggml's can work in place, but is ten times slower where rows of one element are repeated
+        if b.own_kernels and x.ne[0] != y.ne[0]:
+            return own(b.ctx, b.contiguous(x), b.contiguous(y))
+        return b.binary(ggml, x, y, commutative=commutative)
+
+    return lower
+
+
 ADD = Op(
     "add",
     shape=broadcasting("add"),
-    lower=lambda b, x, y: b.binary(lib.ggml_add, x, y, commutative=True),
+    lower=_arithmetic("add", commutative=True),
     grad=lambda g, out, x, y: (g, g),
     reference=np.add,
 )
@@ -69,7 +83,7 @@ def add(x: TensorLike, y: TensorLike) -> Tensor:
 SUB = Op(
     "sub",
     shape=broadcasting("sub"),
-    lower=lambda b, x, y: b.binary(lib.ggml_sub, x, y, commutative=False),
+    lower=_arithmetic("sub", commutative=False),
     grad=lambda g, out, x, y: (g, neg(g)),
     reference=np.subtract,
 )
@@ -92,7 +106,7 @@ def sub(x: TensorLike, y: TensorLike) -> Tensor:
 MUL = Op(
     "mul",
     shape=broadcasting("mul"),
-    lower=lambda b, x, y: b.binary(lib.ggml_mul, x, y, commutative=True),
+    lower=_arithmetic("mul", commutative=True),
     grad=lambda g, out, x, y: (mul(g, y), mul(g, x)),
     reference=np.multiply,
 )
@@ -114,7 +128,7 @@ def mul(x: TensorLike, y: TensorLike) -> Tensor:
 DIV = Op(
     "div",
     shape=broadcasting("div"),
-    lower=lambda b, x, y: b.binary(lib.ggml_div, x, y, commutative=False),
+    lower=_arithmetic("div", commutative=False),
     grad=lambda g, out, x, y: (div(g, y), neg(mul(g, div(out, y)))),
     reference=np.divide,
 )
@@ -199,10 +213,17 @@ def exp(x: TensorLike) -> Tensor:
     return record(EXP, x)
 
 
+def lower_log(b: Lowering, x: GgmlTensor) -> GgmlTensor:
+    """Lower log."""
+    if b.own_kernels:  # ggml's runs on one thread, a libm call for each element
+        return lib.pg_log(b.ctx, b.contiguous(x))
+    return lib.ggml_log(b.ctx, b.contiguous(x))
+
+
 LOG = Op(
     "log",
     shape=same("log"),
-    lower=lambda b, x: lib.ggml_log(b.ctx, b.contiguous(x)),
+    lower=lower_log,
     grad=lambda g, out, x: div(g, x),
     reference=np.log,
 )
@@ -323,3 +344,27 @@ def detach(x: TensorLike) -> Tensor:
     False
     """
     return record(DETACH, x)
+
+
+# ---- astype --------------------------------------------------------------------------------------
+
+ASTYPE = Op(
+    "astype",
+    shape=lambda x, dtype: Spec(x.shape, as_dtype(dtype)),
+    lower=lambda b, x, dtype: lib.ggml_cast(b.ctx, b.contiguous(x), as_dtype(dtype).ggml),
+    differentiable=False,
+    reference=lambda x, dtype: np.asarray(x, float if as_dtype(dtype).is_float else np.int32),
+)
+
+
+def astype(x: TensorLike, dtype: object) -> Tensor:
+    """Return x as "float32" or "int32", cutting off fractions. No gradient flows through a change.
+
+    Raises DTypeError for another dtype.
+
+    >>> ag.astype(ag.argmax([1.0, 3.0]), "float32").numpy()
+    array(1., dtype=float32)
+    """
+    x = as_tensor(x, op="astype", dtype=None)
+    wanted = as_dtype(dtype)
+    return x if x._at[1].dtype is wanted else record(ASTYPE, x, dtype=wanted.name)

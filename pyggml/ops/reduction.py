@@ -8,13 +8,15 @@ from math import prod
 import numpy as np
 
 from .._ffi import lib
-from ..dtypes import float32
+from ..dtypes import float32, int32
+from ..errors import SettingError
 from ..graph import MAX_DIMS, Op, Shape, Spec
 from ..lowering import GgmlTensor, Lowering
 from ..tensor import Tensor, TensorLike, as_tensor, record
 from .comparison import clamp, equal, lower_clamp
-from .elementwise import affine, div, exp, lower_exp, mul, neg, sub
-from .rules import need_floats, normalize_axes
+from .elementwise import add, affine, div, exp, lower_exp, lower_log, mul, neg, sub
+from .power import sqr, sqrt
+from .rules import need_floats, normalize_axes, normalize_axis
 from .shaping import broadcast_to, reshape
 
 Axis = int | Sequence[int] | None
@@ -24,6 +26,24 @@ def reduced_shape(shape: Shape, axes: tuple[int, ...], keepdims: bool) -> Shape:
     """Return the shape that is left after reducing axes, which count from the end."""
     sizes = enumerate(shape, start=-len(shape))
     return tuple(1 if i in axes else size for i, size in sizes if keepdims or i not in axes)
+
+
+def reduction_stages(sizes: Shape, axes: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """Return how to reduce axes in contiguous memory: one after another, the middle of (outer,
+    middle, inner). Neighbouring axes are one, and axes of size 1 belong to either neighbour.
+    """
+    left = list(sizes)
+    stages = []
+    first = last = len(sizes)
+    while first > 0:
+        first = last = first - 1
+        while first >= 0 and (first - len(sizes) in axes or left[first] == 1):
+            first -= 1
+        outer, middle = prod(left[: first + 1]), prod(left[first + 1 : last + 1])
+        if middle > 1:
+            stages.append((outer, middle, prod(left[last + 1 :])))
+            left[first + 1 : last + 1] = [1] * (last - first)
+    return stages
 
 
 # ---- sum -----------------------------------------------------------------------------------------
@@ -37,21 +57,18 @@ def _sum_shape(x: Spec, *, axes: tuple[int, ...], keepdims: bool) -> Spec:
 def _lower_sum(b: Lowering, x: GgmlTensor, *, axes: tuple[int, ...], keepdims: bool) -> GgmlTensor:
     x = b.contiguous(x)
     sizes = tuple(reversed(list(x.ne)))
+    result = reduced_shape(sizes, axes, keepdims)
+    stages = reduction_stages(sizes, axes)
+    if b.own_kernels:  # ggml's sums run on one thread
+        for outer, middle, inner in stages:
+            x = lib.pg_sum_middle(b.ctx, x, outer, middle, inner)
+        return b.reshape(x, result)
+    if len(stages) == 1 and stages[0][0] == stages[0][2] == 1:
+        return b.reshape(lib.ggml_sum(b.ctx, x), result)
+    if len(stages) == 1 and stages[0][2] == 1:
+        return b.reshape(lib.ggml_sum_rows(b.ctx, b.reshape(x, stages[0][:2])), result)
     kept = reduced_shape(sizes, axes, keepdims=True)
-    summed = [i for i in range(MAX_DIMS) if kept[i] != sizes[i]]  # axes of size 1 need no work
-    outer, inner = (
-        (prod(sizes[: summed[0]]), prod(sizes[summed[-1] + 1 :])) if summed else (prod(sizes), 1)
-    )
-    together = summed == list(range(summed[0], summed[-1] + 1)) if summed else True
-    if together and outer == inner == 1:
-        total = lib.ggml_sum(b.ctx, x)
-    elif together and inner == 1:
-        total = lib.ggml_sum_rows(b.ctx, b.reshape(x, (outer, prod(sizes) // outer)))
-    elif together and b.own_kernels:
-        total = lib.pg_sum_middle(b.ctx, x, outer, prod(sizes) // (outer * inner), inner)
-    else:
-        total = lib.ggml_repeat_back(b.ctx, x, b.new(kept, float32))
-    return b.reshape(total, kept if keepdims else reduced_shape(sizes, axes, keepdims=False))
+    return b.reshape(lib.ggml_repeat_back(b.ctx, x, b.new(kept, float32)), result)
 
 
 def _grad_sum(
@@ -116,10 +133,9 @@ def _lower_max(b: Lowering, x: GgmlTensor, *, axes: tuple[int, ...], keepdims: b
     sizes = tuple(reversed(list(x.ne)))
     result = reduced_shape(sizes, axes, keepdims)
     if b.own_kernels:
-        left = sizes
-        for axis in axes:
-            x = lib.pg_max_middle(b.ctx, b.contiguous(x), *split_at(left, axis))
-            left = reduced_shape(left, (axis,), keepdims=True)
+        x = b.contiguous(x)
+        for outer, middle, inner in reduction_stages(sizes, axes):
+            x = lib.pg_max_middle(b.ctx, x, outer, middle, inner)
         return b.reshape(x, result)
     rows = rows_of(b, x, axes)
     count, length = rows.ne[1], rows.ne[0]
@@ -206,7 +222,7 @@ def _lower_logsumexp(
     # the shift is finite, so that infinity minus infinity does not occur
     top = lower_clamp(b, _lower_max(b, x, axes=axes, keepdims=True), min=-LARGEST, max=LARGEST)
     parts = lower_exp(b, b.binary(lib.ggml_sub, x, top, commutative=False))
-    total = lib.ggml_log(b.ctx, _lower_sum(b, parts, axes=axes, keepdims=True))
+    total = lower_log(b, _lower_sum(b, parts, axes=axes, keepdims=True))
     sizes = tuple(reversed(list(x.ne)))
     return b.reshape(lib.ggml_add(b.ctx, total, top), reduced_shape(sizes, axes, keepdims))
 
@@ -245,3 +261,100 @@ def logsumexp(x: TensorLike, *, axis: Axis = None, keepdims: bool = False) -> Te
     x = as_tensor(x, op="logsumexp")
     axes = normalize_axes("logsumexp", axis, x.ndim)
     return record(LOGSUMEXP, x, axes=axes, keepdims=bool(keepdims)) if axes else x
+
+
+# ---- argmax --------------------------------------------------------------------------------------
+
+
+def _argmax_shape(x: Spec, *, axis: int, keepdims: bool) -> Spec:
+    need_floats("argmax", x)
+    return Spec(reduced_shape(x.shape, (axis,), keepdims), int32)
+
+
+def _lower_argmax(b: Lowering, x: GgmlTensor, *, axis: int, keepdims: bool) -> GgmlTensor:
+    sizes = tuple(reversed(list(x.ne)))
+    result = reduced_shape(sizes, (axis,), keepdims)
+    if b.own_kernels:
+        best = lib.pg_argmax_middle(b.ctx, b.contiguous(x), *split_at(sizes, axis))
+        return b.reshape(best, result)
+    # ggml_argmax gives any of equal elements, the last one on the CPU. So the largest are marked,
+    # the first of them with the largest number.
+    rows = rows_of(b, x, (axis,))
+    length = rows.ne[0]
+    top = b.reshape(_lower_max(b, rows, axes=(-1,), keepdims=True), (rows.ne[1], 1))
+    smaller = lib.ggml_step(b.ctx, b.binary(lib.ggml_sub, top, rows, commutative=False))
+    ties = lib.ggml_scale_bias(b.ctx, smaller, -1.0, 1.0)
+    numbers = lib.ggml_scale_bias(b.ctx, lib.ggml_arange(b.ctx, 0, length, 1), -1.0, length)
+    return b.reshape(lib.ggml_argmax(b.ctx, lib.ggml_mul(b.ctx, ties, numbers)), result)
+
+
+ARGMAX = Op(
+    "argmax",
+    shape=_argmax_shape,
+    lower=_lower_argmax,
+    differentiable=False,
+    reference=lambda x, axis, keepdims: np.argmax(x, axis=axis, keepdims=keepdims),
+)
+
+
+def argmax(x: TensorLike, *, axis: int | None = None, keepdims: bool = False) -> Tensor:
+    """Return the int32 index of the largest element along an axis, or among all elements in order.
+
+    The first of equal elements counts. No gradient flows through it.
+
+    >>> ag.argmax([[1.0, 3.0, 2.0], [5.0, 4.0, 5.0]], axis=1).numpy()
+    array([1, 0], dtype=int32)
+    """
+    x = as_tensor(x, op="argmax")
+    if axis is not None:
+        axis = normalize_axis("argmax", axis, x.ndim)
+        return record(ARGMAX, x, axis=axis, keepdims=bool(keepdims))
+    best = record(ARGMAX, reshape(x, (x.size,)), axis=-1, keepdims=False)
+    return reshape(best, (1,) * x.ndim) if keepdims else best
+
+
+# ---- norm, var, std ------------------------------------------------------------------------------
+
+
+def norm(x: TensorLike, *, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    """Return the Euclidean norm over axes: sqrt(sum(x * x)). Its gradient at the zero vector is 0.
+
+    >>> ag.norm([[3.0, 4.0], [0.0, 2.0]], axis=1).numpy()
+    array([5., 2.], dtype=float32)
+    """
+    return _root(sum(sqr(x), axis=axis, keepdims=keepdims))
+
+
+def _root(x: Tensor) -> Tensor:
+    """Return sqrt(x), but at 0 as sqrt(0 + 1) - 1, whose slope is finite."""
+    zero = equal(x, 0.0)
+    return sub(sqrt(add(x, zero)), zero)
+
+
+def var(x: TensorLike, *, axis: Axis = None, keepdims: bool = False, ddof: int = 0) -> Tensor:
+    """Return the variance over axes: the squared distance from the mean, summed, / (count - ddof).
+
+    ddof=1 makes it the unbiased estimate. Raises SettingError unless 0 <= ddof < count.
+
+    >>> ag.var([[1.0, 3.0], [2.0, 8.0]], axis=1).numpy()
+    array([1., 9.], dtype=float32)
+    """
+    return _var("var", x, axis, keepdims, ddof)
+
+
+def std(x: TensorLike, *, axis: Axis = None, keepdims: bool = False, ddof: int = 0) -> Tensor:
+    """Return the standard deviation over axes, sqrt(var). Where it is 0, so is its gradient.
+
+    >>> ag.std([[1.0, 3.0], [2.0, 8.0]], axis=1).numpy()
+    array([1., 3.], dtype=float32)
+    """
+    return _root(_var("std", x, axis, keepdims, ddof))
+
+
+def _var(op: str, x: TensorLike, axis: Axis, keepdims: bool, ddof: int) -> Tensor:
+    x = as_tensor(x, op=op)
+    count = prod([x.shape[a] for a in normalize_axes(op, axis, x.ndim)])
+    if not 0 <= ddof < count:
+        raise SettingError(f"{op}: ddof must be in [0, {count}), the elements; got {ddof!r}")
+    centered = sub(x, mean(x, axis=axis, keepdims=True))
+    return affine(sum(sqr(centered), axis=axis, keepdims=keepdims), scale=1.0 / (count - ddof))

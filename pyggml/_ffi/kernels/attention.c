@@ -36,7 +36,7 @@ static inline void rotate(
 /* Tokens are shared out, so the sines of one serve every head and batch item. */
 static void run_rope(struct ggml_tensor * dst, int ith, int nth, void * unused) {
     (void) unused;
-    const int32_t * positions = dst->src[1]->data;
+    const int32_t * positions = dst->src[1] == NULL ? NULL : dst->src[1]->data;
     const double base = get_param_f32(dst, 0);
     const bool interleaved = get_param_i32(dst, 1);
     const float sign = get_param_i32(dst, 2) ? -1.0f : 1.0f;
@@ -51,7 +51,7 @@ static void run_rope(struct ggml_tensor * dst, int ith, int nth, void * unused) 
             frequency[k] = pow(base, -2.0 * (double) (first + k) / (double) width);
         }
         for (int64_t t = begin; t < end; t++) {
-            rotations(positions[t], frequency, sign, n, cosine, sine);
+            rotations(positions == NULL ? (double) t : positions[t], frequency, sign, n, cosine, sine);
             for (int64_t row = 0; row < batch * heads; row++) {
                 const int64_t at = ((row / heads * tokens + t) * heads + row % heads) * width + (interleaved ? 2 : 1) * first;
                 const float * x = (const float *) dst->src[0]->data + at;
@@ -71,7 +71,8 @@ struct ggml_tensor * pg_rope(
     bool inverse) {
     struct ggml_tensor * args[] = {x, positions};
     struct ggml_tensor * node = ggml_custom_4d(
-        ctx, GGML_TYPE_F32, x->ne[0], x->ne[1], x->ne[2], x->ne[3], args, 2, run_rope, GGML_N_TASKS_MAX, NULL);
+        ctx, GGML_TYPE_F32, x->ne[0], x->ne[1], x->ne[2], x->ne[3], args, positions == NULL ? 1 : 2, run_rope,
+        GGML_N_TASKS_MAX, NULL);
     set_param_f32(node, 0, base);
     set_param_i32(node, 1, interleaved);
     set_param_i32(node, 2, inverse);

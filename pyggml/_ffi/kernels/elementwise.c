@@ -1,7 +1,11 @@
-/* Functions of one number, and powers. */
+/* Arithmetic and functions of one number. */
 
 #include "elementwise.h"
 
+BINARY(add, a + b)
+BINARY(sub, a - b)
+BINARY(mul, a * b)
+BINARY(div, a / b)
 UNARY_PQ(affine, a * p + q)
 UNARY(exp, fast_expf(a))
 UNARY(log, log_of(a))

@@ -17,6 +17,9 @@ struct ggml_tensor * pg_cross_entropy_back(
     struct ggml_context * ctx, struct ggml_tensor * grad, struct ggml_tensor * logits, struct ggml_tensor * labels,
     float smoothing);
 
+/* The element of each row that its int32 label names, 0 for a negative label: (rows,). */
+struct ggml_tensor * pg_pick(struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * labels);
+
 /* Softmax of scale * x + mask along rows: e^(. - max) over its sum. mask, or NULL, has rows as long as x's and broadcasts over the
  * other axes; a row that it masks throughout gives zeros. causal: query i of m sees the first n - m + i + 1 of n keys only. */
 struct ggml_tensor * pg_softmax(
@@ -52,6 +55,10 @@ struct ggml_tensor * pg_dropout_mask(
 
 /* Functions of each element of a contiguous tensor; broadcasting ones take contiguous inputs that NumPy would broadcast. NaN and
  * infinity come out as in NumPy. */
+struct ggml_tensor * pg_add(struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * y);
+struct ggml_tensor * pg_sub(struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * y);
+struct ggml_tensor * pg_mul(struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * y);
+struct ggml_tensor * pg_div(struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * y);
 struct ggml_tensor * pg_affine(struct ggml_context * ctx, struct ggml_tensor * x, float scale, float shift);
 struct ggml_tensor * pg_exp(struct ggml_context * ctx, struct ggml_tensor * x);
 struct ggml_tensor * pg_log(struct ggml_context * ctx, struct ggml_tensor * x);

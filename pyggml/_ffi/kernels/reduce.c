@@ -4,17 +4,48 @@
 
 enum { SUM_COLUMNS = 256, SUM_BLOCK = 32 };
 
+enum { LANES = 32 };
+
+/* Blocks are added in float, in as many lanes as vectorise well, and their sums in double. */
+static float row_sum(const float * x, int64_t n) {
+    double total = 0.0;
+    for (int64_t block = 0; block < n; block += LANES * SUM_BLOCK) {
+        const int64_t end = MIN(block + LANES * SUM_BLOCK, n);
+        float lanes[LANES] = {0};
+        int64_t i = block;
+        for (; i + LANES <= end; i += LANES) {
+            for (int j = 0; j < LANES; j++) {
+                lanes[j] += x[i + j];
+            }
+        }
+        for (; i < end; i++) {
+            total += x[i];
+        }
+        for (int j = 0; j < LANES; j++) {
+            total += lanes[j];
+        }
+    }
+    return (float) total;
+}
+
 /* Rows are added in blocks, and the blocks' sums to the total: the rounding error grows with the number of blocks, not rows. */
 static void run_sum_middle(struct ggml_tensor * dst, int ith, int nth, void * unused) {
     (void) unused;
     const int64_t inner = dst->ne[0], outer = dst->ne[1];
     const int64_t middle = ggml_nelements(dst->src[0]) / (inner * outer);
+    int64_t begin, end;
+    if (inner == 1) {
+        share_of_work(outer, 1, ith, nth, &begin, &end);
+        for (int64_t o = begin; o < end; o++) {
+            ((float *) dst->data)[o] = row_sum((const float *) dst->src[0]->data + o * middle, middle);
+        }
+        return;
+    }
     const int64_t strips = (inner + SUM_COLUMNS - 1) / SUM_COLUMNS;
     /* few strips: give each worker narrower ones, in whole cache lines */
     const int64_t narrow = (inner / nth + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
     const int64_t width = outer * strips >= nth ? SUM_COLUMNS : MIN(MAX(narrow, CACHE_LINE), SUM_COLUMNS);
     const int64_t per_row = (inner + width - 1) / width;
-    int64_t begin, end;
     share_of_work(outer * per_row, 1, ith, nth, &begin, &end);
     for (int64_t item = begin; item < end; item++) {
         const int64_t o = item / per_row, column = item % per_row * width, n = MIN(width, inner - column);
@@ -48,19 +79,17 @@ static inline float larger(float x, float y) {
     return x > y || x != x ? x : y;
 }
 
-enum { MAX_LANES = 32 };
-
 static float row_larger(const float * x, int64_t n) {
-    float lanes[MAX_LANES], m = x[0];
+    float lanes[LANES], m = x[0];
     int64_t i = 0;
-    if (n >= MAX_LANES) {
+    if (n >= LANES) {
         memcpy(lanes, x, sizeof lanes);
-        for (i = MAX_LANES; i + MAX_LANES <= n; i += MAX_LANES) {
-            for (int j = 0; j < MAX_LANES; j++) {
+        for (i = LANES; i + LANES <= n; i += LANES) {
+            for (int j = 0; j < LANES; j++) {
                 lanes[j] = larger(x[i + j], lanes[j]);
             }
         }
-        for (int j = 0; j < MAX_LANES; j++) {
+        for (int j = 0; j < LANES; j++) {
             m = larger(lanes[j], m);
         }
     }
@@ -77,7 +106,7 @@ static void run_max_middle(struct ggml_tensor * dst, int ith, int nth, void * un
     const float * x = dst->src[0]->data;
     float * y = dst->data;
     int64_t begin, end;
-    share_of_work(outer * inner, CACHE_LINE, ith, nth, &begin, &end);
+    share_of_work(outer * inner, inner == 1 ? 1 : CACHE_LINE, ith, nth, &begin, &end);
     if (inner == 1) {
         for (int64_t o = begin; o < end; o++) {
             y[o] = row_larger(x + o * middle, middle);

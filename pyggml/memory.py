@@ -1,0 +1,81 @@
+"""Host memory that NumPy and ggml's CPU backend share.
+
+Large blocks are used again: a training step frees and asks for the same sizes as the one before,
+and fresh pages from the system cost more than many kernels do.
+"""
+
+from __future__ import annotations
+
+import itertools
+from math import prod
+
+import numpy as np
+
+from ._ffi import ffi
+from .errors import DeviceMemoryError
+
+ALIGNMENT = 64  # bytes: one cache line, one AVX-512 register
+LARGE = 1 << 16  # bytes: aligning and pooling a smaller block costs more than it gains
+MAX_IDLE = 1 << 28  # bytes of free blocks that are kept for the next step
+
+_serials = itertools.count(1)
+_idle: dict[int, list[np.ndarray]] = {}
+_ADDRESS = ffi.typeof("uintptr_t")
+
+
+class HostStorage:
+    """The memory of one value. NumPy owns it.
+
+    ``serial`` is never used twice, unlike an address: a plan remembers by it what it is bound to.
+    """
+
+    __slots__ = ("array", "pointer", "serial")
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+        self.pointer = ffi.from_buffer(array)
+        self.serial = next(_serials)
+
+
+class _LargeStorage(HostStorage):
+    """Memory that goes back to the free blocks with its last user."""
+
+    __slots__ = ("block",)
+
+    def __init__(self, array: np.ndarray, block: np.ndarray) -> None:
+        super().__init__(array)
+        self.block = block
+
+    def __del__(self) -> None:
+        size = self.block.nbytes
+        if idle_bytes() + size <= MAX_IDLE:
+            _idle.setdefault(size, []).append(self.block)
+
+
+def idle_bytes() -> int:
+    """Return the bytes of free blocks that are kept."""
+    return sum(size * len(blocks) for size, blocks in list(_idle.items()))
+
+
+def release_idle() -> None:
+    """Give the free blocks back to the system."""
+    _idle.clear()
+
+
+def allocate(shape: tuple[int, ...], dtype: np.dtype) -> HostStorage:
+    """Return storage with uninitialised elements. Raises DeviceMemoryError if there is no room."""
+    nbytes = prod(shape) * dtype.itemsize
+    if nbytes < LARGE:
+        return HostStorage(np.empty(shape, dtype))
+    size = nbytes + ALIGNMENT
+    try:
+        block = _idle[size].pop()
+    except (KeyError, IndexError):
+        try:
+            block = np.empty(size, np.uint8)
+        except MemoryError:
+            raise DeviceMemoryError(
+                f"cpu: no memory for {nbytes / 2**20:,.1f} MB, shape {shape}"
+            ) from None
+    start = -int(ffi.cast(_ADDRESS, ffi.from_buffer(block))) % ALIGNMENT
+    return _LargeStorage(block[start : start + nbytes].view(dtype).reshape(shape), block)

@@ -1,0 +1,309 @@
+"""Normalisation to mean 0 and variance 1: over features, groups of channels, or the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from .._ffi import lib
+from ..checks import number_in, positive_integer
+from ..errors import SettingError, ShapeError
+from ..graph import MAX_DIMS, Op, Shape, Spec
+from ..lowering import GgmlTensor, Lowering
+from ..tensor import Tensor, TensorLike, as_tensor, record
+from .elementwise import add, affine, detach, div, mul, neg, sub
+from .power import sqr, sqrt
+from .reduction import mean, rows_of, var
+from .rules import need_floats
+from .shaping import reshape
+
+# ---- normalize: (x - mean) / sqrt(variance + eps) over axes, or the same without a mean ----------
+
+
+def _normalize_shape(x: Spec, *, axes: tuple[int, ...], eps: float, centered: bool) -> Spec:
+    need_floats("normalize", x)
+    return Spec(x.shape, x.dtype)
+
+
+def _outer_and_inner(x: GgmlTensor, axes: tuple[int, ...]) -> tuple[int, int]:
+    """Return how many elements lie before and behind the axes that are not normalised, which are
+    neighbours.
+    """
+    sizes = list(reversed(list(x.ne)))
+    kept = [i for i in range(MAX_DIMS) if i - MAX_DIMS not in axes and sizes[i] > 1]
+    first, last = (kept[0], kept[-1]) if kept else (0, -1)
+    return prod(sizes[:first]), prod(sizes[last + 1 :])
+
+
+def _on_rows(
+    b: Lowering,
+    axes: tuple[int, ...],
+    function: Callable[..., GgmlTensor],
+    *tensors: GgmlTensor,
+) -> GgmlTensor:
+    """Apply a function to matrices whose rows are what is normalised together, and undo the
+    rearrangement.
+    """
+    result = function(*(rows_of(b, x, axes) for x in tensors))
+    sizes = tuple(reversed(list(tensors[0].ne)))
+    order = [i for i in range(MAX_DIMS) if i - MAX_DIMS not in axes]
+    order += [axis + MAX_DIMS for axis in axes]
+    result = b.reshape(result, tuple(sizes[i] for i in order))
+    target = [0] * MAX_DIMS  # where each of ggml's axes goes
+    for place, axis in enumerate(order):
+        target[MAX_DIMS - 1 - place] = MAX_DIMS - 1 - axis
+    return b.contiguous(lib.ggml_permute(b.ctx, result, *target))
+
+
+def _lower_normalize(
+    b: Lowering, x: GgmlTensor, *, axes: tuple[int, ...], eps: float, centered: bool
+) -> GgmlTensor:
+    if b.own_kernels:  # ggml adds up one element after the other
+        x = b.contiguous(x)
+        return lib.pg_norm(b.ctx, x, *_outer_and_inner(x, axes), eps, centered)
+    norm = lib.ggml_norm if centered else lib.ggml_rms_norm
+    return _on_rows(b, axes, lambda rows: norm(b.ctx, rows, eps), x)
+
+
+def _reference_normalize(
+    x: np.ndarray, *, axes: tuple[int, ...], eps: float, centered: bool
+) -> np.ndarray:
+    if centered:
+        x = x - np.mean(x, axis=axes, keepdims=True)
+    return x / np.sqrt(np.mean(x * x, axis=axes, keepdims=True) + eps)
+
+
+NORMALIZE: Op = Op(
+    "normalize",
+    shape=_normalize_shape,
+    lower=_lower_normalize,
+    grad=lambda g, out, x, **settings: record(NORMALIZE_BACK, g, x, **settings),
+    reference=_reference_normalize,
+)
+
+
+def _normalize_back_shape(
+    g: Spec, x: Spec, *, axes: tuple[int, ...], eps: float, centered: bool
+) -> Spec:
+    return Spec(x.shape, x.dtype)
+
+
+def _lower_normalize_back(
+    b: Lowering, g: GgmlTensor, x: GgmlTensor, *, axes: tuple[int, ...], eps: float, centered: bool
+) -> GgmlTensor:
+    if b.own_kernels:
+        g, x = b.contiguous(g), b.contiguous(x)
+        return lib.pg_norm_back(b.ctx, g, x, *_outer_and_inner(x, axes), eps, centered)
+
+    def center(rows: GgmlTensor) -> GgmlTensor:
+        return lib.ggml_sub(b.ctx, rows, lib.ggml_mean(b.ctx, rows)) if centered else rows
+
+    # of the centred x, the norm is the RMS norm; and centring is its own gradient
+    return _on_rows(
+        b, axes, lambda g, x: center(lib.ggml_rms_norm_back(b.ctx, g, center(x), eps)), g, x
+    )
+
+
+def _grad_normalize_back(
+    gg: Tensor, out: Tensor, g: Tensor, x: Tensor, *, axes: tuple[int, ...], **settings: Any
+) -> tuple[Tensor, Tensor]:
+    # With r = 1 / sqrt(variance + eps), out = r (g - mean(g) - y mean(g y)) is linear in g, and its
+    # matrix, which is symmetric, the derivative of y; that of r is -r^2 y / n.
+    y = record(NORMALIZE, x, axes=axes, **settings)
+    back = record(NORMALIZE_BACK, gg, x, axes=axes, **settings)
+    along_out, along_g, along_gg = (
+        mean(mul(u, v), axis=axes, keepdims=True) for u, v in ((gg, out), (g, y), (gg, y))
+    )
+    total = add(add(mul(y, along_out), mul(back, along_g)), mul(out, along_gg))
+    if settings["centered"]:
+        x = sub(x, mean(x, axis=axes, keepdims=True))
+    variance = affine(mean(sqr(x), axis=axes, keepdims=True), shift=settings["eps"])
+    return back, neg(div(total, sqrt(variance)))
+
+
+def _reference_normalize_back(
+    g: np.ndarray, x: np.ndarray, *, axes: tuple[int, ...], eps: float, centered: bool
+) -> np.ndarray:
+    if centered:
+        x, g = (t - np.mean(t, axis=axes, keepdims=True) for t in (x, g))
+    variance = np.mean(x * x, axis=axes, keepdims=True) + eps
+    return (g - x * np.mean(g * x, axis=axes, keepdims=True) / variance) / np.sqrt(variance)
+
+
+NORMALIZE_BACK: Op = Op(
+    "normalize_back",
+    shape=_normalize_back_shape,
+    lower=_lower_normalize_back,
+    grad=_grad_normalize_back,
+    reference=_reference_normalize_back,
+)
+
+
+# ---- what layers are made of ---------------------------------------------------------------------
+
+
+def _scale_and_shift(
+    y: Tensor, weight: TensorLike | None, bias: TensorLike | None, shape: Shape
+) -> Tensor:
+    """Return y * weight + bias, with weight and bias in a shape that broadcasts."""
+    if weight is not None:
+        y = mul(y, reshape(as_tensor(weight, y, op="mul"), shape))
+    return y if bias is None else add(y, reshape(as_tensor(bias, y, op="add"), shape))
+
+
+def _check_parameters(op: str, shape: Shape, **parameters: TensorLike | None) -> None:
+    for name, value in parameters.items():
+        if value is not None and np.shape(value) != shape:
+            raise ShapeError(f"{op}: {name} must have shape {shape}; got {np.shape(value)}")
+
+
+def _norm_over_last(
+    op: str,
+    x: TensorLike,
+    weight: TensorLike | None,
+    bias: TensorLike | None,
+    eps: float,
+    centered: bool,
+) -> Tensor:
+    x = as_tensor(x, weight if isinstance(weight, Tensor) else None, op=op)
+    shape = next((np.shape(p) for p in (weight, bias) if p is not None), x.shape[-1:])
+    if not shape or x.shape[-len(shape) :] != shape:
+        raise ShapeError(f"{op}: x {x.shape} must end in the axes to normalise, {shape}")
+    _check_parameters(op, shape, weight=weight, bias=bias)
+    axes = tuple(range(-len(shape), 0))
+    y = record(NORMALIZE, x, axes=axes, eps=number_in(op, "eps", eps, 0.0), centered=centered)
+    return _scale_and_shift(y, weight, bias, shape)
+
+
+def layer_norm(
+    x: TensorLike,
+    weight: TensorLike | None = None,
+    bias: TensorLike | None = None,
+    *,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias over the last axes, those of weight.
+
+    Without weight and bias the last axis alone is normalised. The variance is that of the
+    population (Ba, Kiros and Hinton 2016). Raises ShapeError if x does not end in their shape.
+
+    >>> ag.layer_norm([[1.0, 3.0]], eps=0.0).numpy()
+    array([[-1.,  1.]], dtype=float32)
+    """
+    return _norm_over_last("layer_norm", x, weight, bias, eps, centered=True)
+
+
+def rms_norm(x: TensorLike, weight: TensorLike | None = None, *, eps: float = 1e-5) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last axes, those of weight.
+
+    Without weight the last axis alone is normalised (Zhang and Sennrich 2019). Raises ShapeError
+    if x does not end in weight's shape.
+
+    >>> ag.rms_norm([[3.0, -3.0]], eps=0.0).numpy()
+    array([[ 1., -1.]], dtype=float32)
+    """
+    return _norm_over_last("rms_norm", x, weight, None, eps, centered=False)
+
+
+def _channels(op: str, x: Tensor) -> tuple[int, Shape]:
+    """Return the number of channels of x (N, C, ...), and the shape in which they broadcast."""
+    if x.ndim < 2:
+        raise ShapeError(f"{op}: needs (batch, channels, ...); got shape {x.shape}")
+    return x.shape[1], (x.shape[1], *[1] * (x.ndim - 2))
+
+
+def group_norm(
+    x: TensorLike,
+    weight: TensorLike | None = None,
+    bias: TensorLike | None = None,
+    *,
+    groups: int,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Return x (N, C, ...) normalised over each of the groups of channels, * weight + bias, (C,).
+
+    One group is a layer norm over all but N, C groups an instance norm (Wu and He 2018). Raises
+    ShapeError if groups does not divide C.
+
+    >>> ag.group_norm([[1.0, 3.0, 10.0, 30.0]], groups=2, eps=0.0).numpy()
+    array([[-1.,  1., -1.,  1.]], dtype=float32)
+    """
+    op = "group_norm"
+    x = as_tensor(x, weight if isinstance(weight, Tensor) else None, op=op)
+    channels, shape = _channels(op, x)
+    groups = positive_integer(op, "groups", groups)
+    if channels % groups:
+        raise ShapeError(f"{op}: groups must divide the channels; got {groups}, {channels}")
+    _check_parameters(op, (channels,), weight=weight, bias=bias)
+    rows = reshape(x, (x.shape[0], groups, -1))  # (N, groups, C / groups * ...)
+    y = record(NORMALIZE, rows, axes=(-1,), eps=number_in(op, "eps", eps, 0.0), centered=True)
+    return _scale_and_shift(reshape(y, x.shape), weight, bias, shape)
+
+
+def _batch_axes(op: str, x: Tensor) -> tuple[int, ...]:
+    """Return all axes but that of the channels, having checked that each has two values."""
+    _channels(op, x)
+    if x.size == x.shape[1]:
+        raise ShapeError(
+            f"{op}: training needs more than one value per channel; got {x.shape}; use a larger "
+            "batch, or the running statistics"
+        )
+    return tuple(axis for axis in range(-x.ndim, 0) if axis != 1 - x.ndim)
+
+
+def batch_norm(
+    x: TensorLike,
+    weight: TensorLike | None = None,
+    bias: TensorLike | None = None,
+    *,
+    running_mean: TensorLike | None = None,
+    running_var: TensorLike | None = None,
+    training: bool = False,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Return x (N, C, ...), each channel normalised over the other axes, * weight + bias, (C,).
+
+    In training by the statistics of this batch, through which gradients flow, so they sum to zero
+    over the batch; else by the running ones, (C,) each (Ioffe and Szegedy 2015). The statistics
+    that a layer adds to its running ones are those of batch_statistics. Raises ShapeError in
+    training if a channel has one value only, SettingError otherwise without running statistics.
+
+    >>> ag.batch_norm([[1.0, 5.0], [3.0, 9.0]], training=True, eps=0.0).numpy()
+    array([[-1., -1.],
+           [ 1.,  1.]], dtype=float32)
+    """
+    op = "batch_norm"
+    x = as_tensor(x, weight if isinstance(weight, Tensor) else None, op=op)
+    channels, shape = _channels(op, x)
+    _check_parameters(
+        op, (channels,), weight=weight, bias=bias, running_mean=running_mean,
+        running_var=running_var,
+    )  # fmt: skip
+    eps = number_in(op, "eps", eps, 0.0)
+    if training:
+        y = record(NORMALIZE, x, axes=_batch_axes(op, x), eps=eps, centered=True)
+        return _scale_and_shift(y, weight, bias, shape)
+    if running_mean is None or running_var is None:
+        raise SettingError(f"{op}: outside of training, give running_mean= and running_var=")
+    center = as_tensor(running_mean, x, op=op)
+    scale = div(1.0, sqrt(affine(as_tensor(running_var, x, op=op), shift=eps)))
+    if weight is not None:
+        scale = mul(scale, as_tensor(weight, x, op=op))
+    return _scale_and_shift(sub(x, reshape(center, shape)), scale, bias, shape)
+
+
+def batch_statistics(x: TensorLike) -> tuple[Tensor, Tensor]:
+    """Return mean and unbiased variance of each channel of x (N, C, ...): (C,) and (C,), detached.
+
+    What batch_norm in training normalises by, but for the variance, which is divided by the count
+    less one. Raises ShapeError if a channel has one value only.
+
+    >>> [statistic.numpy().tolist() for statistic in ag.batch_statistics([[1.0], [3.0]])]
+    [[2.0], [2.0]]
+    """
+    x = detach(as_tensor(x, op="batch_statistics"))
+    axes = _batch_axes("batch_statistics", x)
+    return mean(x, axis=axes), var(x, axis=axes, ddof=1)
