@@ -34,9 +34,7 @@ def test_op_agrees_with_central_differences_and_reference(row):
     check(row, "cpu")
 
 
-@pytest.mark.parametrize(
-    "row", [row for row in ROWS if "cross_entropy" not in row.name], ids=lambda row: row.name
-)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_op_lowered_without_own_kernels_agrees_with_reference(row, portable_cpu):
     check(row, portable_cpu)
 

@@ -34,8 +34,17 @@ from .elementwise import (
     sin,
     sub,
 )
-from .linear import matmul
-from .loss import mse_loss, softmax_cross_entropy
+from .linear import matmul, outer
+from .loss import (
+    binary_cross_entropy_with_logits,
+    cross_entropy,
+    huber_loss,
+    kl_div,
+    l1_loss,
+    mse_loss,
+    nll_loss,
+    softmax_cross_entropy,
+)
 from .normalization import batch_norm, batch_statistics, group_norm, layer_norm, rms_norm
 from .power import pow, sqr, sqrt
 from .reduction import argmax, logsumexp, max, mean, min, norm, std, sum, sum_to, var
@@ -50,9 +59,11 @@ __all__ = [
     "astype",
     "batch_norm",
     "batch_statistics",
+    "binary_cross_entropy_with_logits",
     "broadcast_to",
     "clamp",
     "cos",
+    "cross_entropy",
     "detach",
     "div",
     "dropout",
@@ -65,6 +76,9 @@ __all__ = [
     "group_norm",
     "hardsigmoid",
     "hardswish",
+    "huber_loss",
+    "kl_div",
+    "l1_loss",
     "layer_norm",
     "leaky_relu",
     "less",
@@ -80,7 +94,9 @@ __all__ = [
     "mse_loss",
     "mul",
     "neg",
+    "nll_loss",
     "norm",
+    "outer",
     "permute",
     "pow",
     "rand",

@@ -112,3 +112,19 @@ def matmul(a: TensorLike, b: TensorLike) -> Tensor:
     if len(n) == 2 and len(m) > 2 and m[-1] == n[0]:  # one large product instead of many small ones
         return reshape(record(MATMUL, reshape(a, (prod(m[:-1]), m[-1])), b), (*m[:-1], n[1]))
     return record(MATMUL, a, b)
+
+
+def outer(a: TensorLike, b: TensorLike) -> Tensor:
+    """Return the products of all elements of a (m,) with all of b (n,): (m, n).
+
+    Raises ShapeError unless both have one axis.
+
+    >>> ag.outer([1.0, 2.0], [3.0, 4.0]).numpy()
+    array([[3., 4.],
+           [6., 8.]], dtype=float32)
+    """
+    a = as_tensor(a, b if isinstance(b, Tensor) else None, op="outer")
+    b = as_tensor(b, a, op="outer")
+    if a.ndim != 1 or b.ndim != 1:
+        raise ShapeError(f"outer: needs two vectors; got {a.shape} and {b.shape}; use reshape")
+    return record(MATMUL, reshape(a, (-1, 1)), reshape(b, (1, -1)))

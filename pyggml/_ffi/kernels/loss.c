@@ -113,3 +113,20 @@ struct ggml_tensor * pg_cross_entropy_back(
     set_param_f32(node, 0, smoothing);
     return node;
 }
+
+static void run_pick(struct ggml_tensor * dst, int ith, int nth, void * unused) {
+    (void) unused;
+    const struct ggml_tensor * x = dst->src[0];
+    const int32_t * labels = dst->src[1]->data;
+    int64_t begin, end;
+    share_of_work(ggml_nelements(dst), CACHE_LINE, ith, nth, &begin, &end);
+    for (int64_t i = begin; i < end; i++) {
+        ((float *) dst->data)[i] = labels[i] < 0 ? 0.0f : ((const float *) x->data)[i * x->ne[0] + labels[i]];
+    }
+}
+
+struct ggml_tensor * pg_pick(struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * labels) {
+    struct ggml_tensor * args[] = {x, labels};
+    return ggml_custom_4d(
+        ctx, GGML_TYPE_F32, ggml_nrows(x), 1, 1, 1, args, 2, run_pick, GGML_N_TASKS_MAX, NULL);
+}

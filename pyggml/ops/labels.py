@@ -1,0 +1,122 @@
+"""Integer labels: their checks, and the two ops that losses make of them. -1 means ignored."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from .._ffi import lib
+from ..dtypes import float32, int32
+from ..errors import DTypeError, IndexRangeError
+from ..graph import Op, Spec
+from ..lowering import GgmlTensor, Lowering
+from ..tensor import Tensor, TensorLike, make_tensor, record
+from .elementwise import mul
+from .rules import need_floats
+from .shaping import reshape
+
+
+def integer_labels(
+    op: str,
+    labels: TensorLike | ArrayLike,
+    like: Tensor,
+    classes: int,
+    ignore_index: int | None = None,
+) -> Tensor:
+    """Return labels as an int32 tensor with the ignored ones set to -1, having checked that they
+    name a class each.
+
+    Raises DTypeError unless they are integers, IndexRangeError if one is outside [0, classes).
+    """
+    if not isinstance(labels, Tensor) or ignore_index is not None:
+        array = np.asarray(labels)
+        if array.dtype.kind not in "iu":
+            raise DTypeError(
+                f"{op}: labels must be integers; got {array.dtype}; use .astype(np.int32) if they "
+                "are whole"
+            )
+        if ignore_index is not None:
+            array = np.where(array == ignore_index, -1, array)
+        labels = make_tensor(array, dtype=int32, device=like.device, op=op)
+    if labels._at[1].dtype is not int32:
+        raise DTypeError(f"{op}: labels must be integers; got a tensor of {labels.dtype}")
+    source = labels._materialized()
+    if source.label_range is None:
+        source.label_range = source.device.integer_range(source)
+    low, high = source.label_range
+    if low < (0 if ignore_index is None else -1) or high >= classes:
+        wrong = low if low < 0 else high
+        raise IndexRangeError(f"{op}: labels must be in [0, {classes}); got {wrong}")
+    return labels
+
+
+def lower_label_numbers(b: Lowering, labels: GgmlTensor) -> GgmlTensor:
+    """Return labels (rows,) as a float32 column, exact up to 2^24 classes."""
+    return lib.ggml_cast(b.ctx, b.reshape(labels, (labels.ne[0], 1)), float32.ggml)
+
+
+def lower_known(b: Lowering, numbers: GgmlTensor) -> GgmlTensor:
+    """Return 1 for a label and 0 for one that is ignored."""
+    return lib.ggml_step(b.ctx, lib.ggml_scale_bias(b.ctx, numbers, 1.0, 0.5))
+
+
+# ---- one_hot -------------------------------------------------------------------------------------
+
+
+def _lower_one_hot(b: Lowering, labels: GgmlTensor, *, classes: int) -> GgmlTensor:
+    numbers = lib.ggml_arange(b.ctx, 0.0, float(classes), 1.0)
+    table = b.broadcast(numbers, (labels.ne[0], classes))
+    distance = lib.ggml_abs(b.ctx, lib.ggml_sub(b.ctx, table, lower_label_numbers(b, labels)))
+    return lib.ggml_step(b.ctx, lib.ggml_scale_bias(b.ctx, distance, -1.0, 0.5))
+
+
+ONE_HOT = Op(
+    "one_hot",
+    shape=lambda labels, classes: Spec((*labels.shape, classes), float32),
+    lower=_lower_one_hot,
+    differentiable=False,
+    reference=lambda labels, classes: (labels[:, None] == np.arange(classes)).astype(float),
+)
+
+
+# ---- pick: the element of each row that its label names, 0 where it is ignored -------------------
+
+
+def _pick_shape(x: Spec, labels: Spec) -> Spec:
+    need_floats("pick", x)
+    return Spec(labels.shape, x.dtype)
+
+
+def _lower_pick(b: Lowering, x: GgmlTensor, labels: GgmlTensor) -> GgmlTensor:
+    x = b.contiguous(x)
+    if b.own_kernels:
+        return lib.pg_pick(b.ctx, x, labels)
+    rows, classes = x.ne[1], x.ne[0]
+    # where there is no label, look up the largest element, which is not -inf, and multiply by 0
+    numbers = lower_label_numbers(b, labels)
+    known = lower_known(b, numbers)
+    best = lower_label_numbers(b, lib.ggml_argmax(b.ctx, x))
+    index = lib.ggml_add(
+        b.ctx, best, lib.ggml_mul(b.ctx, lib.ggml_sub(b.ctx, numbers, best), known)
+    )
+    index = b.reshape(lib.ggml_cast(b.ctx, index, int32.ggml), (rows, 1))
+    found = lib.ggml_get_rows(b.ctx, b.reshape(x, (rows, classes, 1)), index)
+    return b.reshape(lib.ggml_mul(b.ctx, b.reshape(found, (rows, 1)), known), (rows,))
+
+
+def _grad_pick(g: Tensor, out: Tensor, x: Tensor, labels: Tensor) -> tuple[Tensor, None]:
+    table = record(ONE_HOT, labels, classes=x.shape[1])
+    return mul(table, reshape(g, (-1, 1))), None
+
+
+def _reference_pick(x: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    return np.where(labels < 0, 0.0, x[np.arange(len(labels)), labels])
+
+
+PICK = Op(
+    "pick",
+    shape=_pick_shape,
+    lower=_lower_pick,
+    grad=_grad_pick,
+    reference=_reference_pick,
+)
