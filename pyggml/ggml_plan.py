@@ -88,6 +88,7 @@ class GgmlPlan:
         for step in program.effects:
             lower(step)
 
+        self._scratch = [tensor for tensor in b.made if tensor not in set(self.input_tensors)]
         external = [*self.input_tensors, *self.output_tensors]
         self._external = ffi.new("struct ggml_tensor *[]", external)
         self._n_external = len(external)
@@ -111,9 +112,12 @@ class GgmlPlan:
         more than any before.
         """
         allocator = self.device.allocator
-        lib.pg_forget_addresses(self.graph, self._external, self._n_external)
+        self._forget_addresses()
         size = lib.ggml_gallocr_get_buffer_size(allocator, 0)
-        if not lib.ggml_gallocr_alloc_graph(allocator, self.graph):
+        # Reserving is not optional: to ggml a graph with as many nodes, none of them larger, is the
+        # graph it knows, and gets the places that were right for the other one's lifetimes.
+        reserved = lib.ggml_gallocr_reserve(allocator, self.graph)
+        if not reserved or not lib.ggml_gallocr_alloc_graph(allocator, self.graph):
             self.device.epoch += 1
             raise DeviceMemoryError(
                 f"{self.device.name}: no memory for the working buffer of this program; use a "
@@ -122,6 +126,12 @@ class GgmlPlan:
         if lib.ggml_gallocr_get_buffer_size(allocator, 0) != size:
             self.device.epoch += 1
         self.epoch = self.device.epoch
+
+    def _forget_addresses(self) -> None:
+        lib.pg_forget_addresses(self.graph, self._external, self._n_external)
+        for tensor in self._scratch:
+            tensor.data = ffi.NULL
+            tensor.buffer = ffi.NULL
 
     def run(self, sources: Sequence[Source], given: Sequence[Source]) -> list[Any]:
         inputs = [sources[index].storage for index in self.input_indices]
@@ -135,7 +145,7 @@ class GgmlPlan:
     def working_bytes(self) -> int:
         """The working memory that ggml's allocator plans for this program alone."""
         with self.device.lock:
-            lib.pg_forget_addresses(self.graph, self._external, self._n_external)
+            self._forget_addresses()
             self.epoch = -1  # to be allocated again
             for i in range(self._n_external):  # any address: these are not ggml's to allocate
                 self._external[i].data = self._external

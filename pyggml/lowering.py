@@ -29,6 +29,7 @@ class Lowering:
         self.ctx = context
         self.graph = graph
         self.own_kernels = own_kernels  # whether pyggml's own kernels can run on the device
+        self.made: list[GgmlTensor] = []  # by new()
         self._contiguous: dict[Any, GgmlTensor] = {}
 
     def add(self, tensor: GgmlTensor) -> GgmlTensor:
@@ -38,7 +39,9 @@ class Lowering:
 
     def new(self, shape: Shape, dtype: DType) -> GgmlTensor:
         """Return a tensor without memory."""
-        return lib.ggml_new_tensor(self.ctx, dtype.ggml, MAX_DIMS, ne_of(shape))
+        tensor = lib.ggml_new_tensor(self.ctx, dtype.ggml, MAX_DIMS, ne_of(shape))
+        self.made.append(tensor)
+        return tensor
 
     def contiguous(self, tensor: GgmlTensor) -> GgmlTensor:
         """Return the tensor with its elements in order in memory: itself if they are, else one copy

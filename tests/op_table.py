@@ -168,6 +168,8 @@ ROWS = [
     Row("broadcast_to", lambda x: ag.broadcast_to(x, (2, 3, 4)), [(3, 1)]),
     # reductions
     Row("sum", ag.sum, [(3, 4)]),
+    Row("sum of many", lambda x: ag.sum(ag.broadcast_to(x, (1024, 64)) * x), [(64,)]),
+    Row("sum of far axes", lambda x: ag.sum(x, axis=(0, -1)), [(2, 3, 70)]),
     Row("sum first axis", lambda x: ag.sum(x, axis=0), [(3, 4)]),
     Row("sum last axis", lambda x: ag.sum(x, axis=-1, keepdims=True), [(2, 3, 4)]),
     Row("sum middle axis", lambda x: ag.sum(x, axis=1), [(2, 3, 4)]),
@@ -175,6 +177,7 @@ ROWS = [
     Row("mean", ag.mean, [(3, 4)]),
     Row("mean axis", lambda x: ag.mean(x, axis=(0, -1), keepdims=True), [(2, 3, 4)]),
     Row("max", ag.max, [(3, 4)]),
+    Row("max of many", lambda x: ag.max(ag.broadcast_to(x, (1024, 64))), [(64,)]),
     Row("max first axis", lambda x: ag.max(x * x, axis=0), [(3, 4)]),
     Row("max last axis", lambda x: ag.max(x, axis=-1, keepdims=True), [(2, 3, 40)]),
     Row("max middle axis", lambda x: ag.max(x, axis=1), [(2, 3, 4)]),

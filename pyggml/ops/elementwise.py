@@ -80,10 +80,12 @@ def add(x: TensorLike, y: TensorLike) -> Tensor:
     return record(ADD, x, y)
 
 
+lower_sub = _arithmetic("sub", commutative=False)
+
 SUB = Op(
     "sub",
     shape=broadcasting("sub"),
-    lower=_arithmetic("sub", commutative=False),
+    lower=lower_sub,
     grad=lambda g, out, x, y: (g, neg(g)),
     reference=np.subtract,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import numpy as np
@@ -14,12 +14,13 @@ from ..graph import MAX_DIMS, Op, Shape, Spec
 from ..lowering import GgmlTensor, Lowering
 from ..tensor import Tensor, TensorLike, as_tensor, record
 from .comparison import clamp, equal, lower_clamp
-from .elementwise import add, affine, div, exp, lower_exp, lower_log, mul, neg, sub
+from .elementwise import add, affine, div, exp, lower_exp, lower_log, lower_sub, mul, neg, sub
 from .power import sqr, sqrt
 from .rules import need_floats, normalize_axes, normalize_axis
 from .shaping import broadcast_to, reshape
 
 Axis = int | Sequence[int] | None
+Stage = tuple[int, int, int]
 
 
 def reduced_shape(shape: Shape, axes: tuple[int, ...], keepdims: bool) -> Shape:
@@ -28,7 +29,7 @@ def reduced_shape(shape: Shape, axes: tuple[int, ...], keepdims: bool) -> Shape:
     return tuple(1 if i in axes else size for i, size in sizes if keepdims or i not in axes)
 
 
-def reduction_stages(sizes: Shape, axes: tuple[int, ...]) -> list[tuple[int, int, int]]:
+def reduction_stages(sizes: Shape, axes: tuple[int, ...]) -> list[Stage]:
     """Return how to reduce axes in contiguous memory: one after another, the middle of (outer,
     middle, inner). Neighbouring axes are one, and axes of size 1 belong to either neighbour.
     """
@@ -46,6 +47,20 @@ def reduction_stages(sizes: Shape, axes: tuple[int, ...]) -> list[tuple[int, int
     return stages
 
 
+PIECES, MANY = 64, 1 << 15  # from MANY elements on, a reduction to one is shared by the workers
+
+
+def _reduce_in_stages(
+    b: Lowering, kernel: Callable[..., GgmlTensor], x: GgmlTensor, stages: Sequence[Stage]
+) -> GgmlTensor:
+    for outer, middle, inner in stages:
+        if outer == inner == 1 and middle >= MANY and middle % PIECES == 0:
+            x = kernel(b.ctx, x, PIECES, middle // PIECES, 1)
+            middle = PIECES
+        x = kernel(b.ctx, x, outer, middle, inner)
+    return x
+
+
 # ---- sum -----------------------------------------------------------------------------------------
 
 
@@ -60,9 +75,7 @@ def _lower_sum(b: Lowering, x: GgmlTensor, *, axes: tuple[int, ...], keepdims: b
     result = reduced_shape(sizes, axes, keepdims)
     stages = reduction_stages(sizes, axes)
     if b.own_kernels:  # ggml's sums run on one thread
-        for outer, middle, inner in stages:
-            x = lib.pg_sum_middle(b.ctx, x, outer, middle, inner)
-        return b.reshape(x, result)
+        return b.reshape(_reduce_in_stages(b, lib.pg_sum_middle, x, stages), result)
     if len(stages) == 1 and stages[0][0] == stages[0][2] == 1:
         return b.reshape(lib.ggml_sum(b.ctx, x), result)
     if len(stages) == 1 and stages[0][2] == 1:
@@ -133,10 +146,8 @@ def _lower_max(b: Lowering, x: GgmlTensor, *, axes: tuple[int, ...], keepdims: b
     sizes = tuple(reversed(list(x.ne)))
     result = reduced_shape(sizes, axes, keepdims)
     if b.own_kernels:
-        x = b.contiguous(x)
-        for outer, middle, inner in reduction_stages(sizes, axes):
-            x = lib.pg_max_middle(b.ctx, x, outer, middle, inner)
-        return b.reshape(x, result)
+        stages = reduction_stages(sizes, axes)
+        return b.reshape(_reduce_in_stages(b, lib.pg_max_middle, b.contiguous(x), stages), result)
     rows = rows_of(b, x, axes)
     count, length = rows.ne[1], rows.ne[0]
     best = lib.ggml_argmax(b.ctx, rows)
@@ -221,7 +232,7 @@ def _lower_logsumexp(
 ) -> GgmlTensor:
     # the shift is finite, so that infinity minus infinity does not occur
     top = lower_clamp(b, _lower_max(b, x, axes=axes, keepdims=True), min=-LARGEST, max=LARGEST)
-    parts = lower_exp(b, b.binary(lib.ggml_sub, x, top, commutative=False))
+    parts = lower_exp(b, lower_sub(b, x, top))
     total = lower_log(b, _lower_sum(b, parts, axes=axes, keepdims=True))
     sizes = tuple(reversed(list(x.ne)))
     return b.reshape(lib.ggml_add(b.ctx, total, top), reduced_shape(sizes, axes, keepdims))

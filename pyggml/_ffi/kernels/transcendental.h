@@ -26,9 +26,21 @@ static inline float bounded(float x, float low, float high) {
     return x < low ? low : x > high ? high : x;
 }
 
-/* The nearest integer, for |x| < 2^22: the sum with 1.5 * 2^23 has no bits left for a fraction. */
-static inline float nearest(float x) {
-    return (x + 12582912.0f) - 12582912.0f;
+/* The nearest integer to x, for |x| < 2^22, as a float and an int: the sum with 1.5 * 2^23 has no bits left for a fraction, and
+ * its last bits are the integer. */
+struct rounded {
+    float value;
+    int32_t integer;
+};
+
+static inline struct rounded nearest(float x) {
+    const float sum = x + 12582912.0f;
+    return (struct rounded) {sum - 12582912.0f, (int32_t) ((uint32_t) bits_of_float(sum) - 0x4b400000u)};
+}
+
+/* 2^n for n from -126 to 127 */
+static inline float power_of_two(int32_t n) {
+    return float_of_bits((int32_t) ((uint32_t) (n + 127) << 23));
 }
 
 /* (e^r - 1 - r) / r^2 for |r| <= ln(2) / 2 */
@@ -54,14 +66,14 @@ struct exponential {
 
 /* e^(x + low) for x <= 89 and a low much smaller than x, which takes up the rounding error of x. */
 static inline struct exponential exponential_of(float x, float low) {
-    x               = bounded(x, -170.0f, 89.0f);
-    const float n   = nearest((x + low) * 1.44269504f);
-    const float r   = reduced(x, low, n);
-    const int32_t i = (int32_t) (n == n ? n : 0.0f), half = i >> 1;
+    x                      = bounded(x, -170.0f, 89.0f);
+    const struct rounded n = nearest((x + low) * 1.44269504f);
+    const float r          = reduced(x, low, n.value);
+    const int32_t half     = n.integer >> 1;
     return (struct exponential) {
         .mantissa = exp_tail(r) * r * r + r + 1.0f,
-        .scale1   = float_of_bits((half + 127) << 23),
-        .scale2   = float_of_bits((i - half + 127) << 23),
+        .scale1   = power_of_two(half),
+        .scale2   = power_of_two(n.integer - half),
     };
 }
 
@@ -75,10 +87,10 @@ static inline float fast_expf(float x) {
 
 /* e^x - 1 for x <= 88 */
 static inline float expm1_of(float x) {
-    x               = bounded(x, -30.0f, 88.0f);
-    const float n   = nearest(x * 1.44269504f);
-    const float r   = reduced(x, 0.0f, n);
-    const float s   = float_of_bits(((int32_t) (n == n ? n : 0.0f) + 127) << 23);
+    x                      = bounded(x, -30.0f, 88.0f);
+    const struct rounded n = nearest(x * 1.44269504f);
+    const float r          = reduced(x, 0.0f, n.value);
+    const float s          = power_of_two(n.integer);
     return (exp_tail(r) * r * r + r) * s + (s - 1.0f);
 }
 
