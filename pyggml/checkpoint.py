@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from .autograd import _set_mode
 from .graph import state
+from .random import default_generator
 
 Result = TypeVar("Result")
 
@@ -30,12 +31,15 @@ def checkpoint(fn: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
     """
     if not state.mode.taped:
         return fn(*args, **kwargs)
-    outer = state.segment
+    outer, drawn = state.segment, default_generator.state()
     state.segments += 1
     state.segment = (*outer, state.segments)
     _set_mode()
     try:
         return fn(*args, **kwargs)
+    except BaseException:
+        default_generator.set_state(drawn)  # as if the segment had not begun
+        raise
     finally:
         state.segment = outer
         _set_mode()

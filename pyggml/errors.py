@@ -52,3 +52,11 @@ class AnomalyError(PyggmlError, ArithmeticError):
 
 class MemoryBudgetError(PyggmlError, MemoryError):
     """A memory budget that no plan can keep."""
+
+
+class FileFormatError(PyggmlError, ValueError):
+    """A file that is damaged, or not what pyggml.io reads."""
+
+
+class NonFiniteLossError(PyggmlError, ArithmeticError):
+    """A training loss that is NaN or infinite."""

@@ -7,6 +7,7 @@ Source, and can be taken into any later frame as an input.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any, Union
 from weakref import ref
@@ -22,6 +23,7 @@ from .errors import DeviceError, DTypeError, GradError, PyggmlError, ShapeError,
 from .graph import MAX_DIMS, NOWHERE, SOURCE, Frame, Node, Op, Source, find_node, make_node, state
 
 TensorLike = Union["Tensor", ArrayLike]
+Axis = int | Sequence[int] | None
 
 _nodes = graph._nodes  # the table itself: record() runs for every op of every step
 
@@ -238,25 +240,93 @@ class Tensor:
     def __rmatmul__(self, other: TensorLike) -> Tensor:
         return ops.matmul(other, self)
 
+    def __pow__(self, exponent: TensorLike) -> Tensor:
+        return ops.pow(self, exponent)
+
+    def __rpow__(self, base: TensorLike) -> Tensor:
+        return ops.pow(base, self)
+
     def __neg__(self) -> Tensor:
         return ops.neg(self)
+
+    def __abs__(self) -> Tensor:
+        return ops.abs(self)
+
+    def __gt__(self, other: TensorLike) -> Tensor:
+        return ops.greater(self, other)
+
+    def __lt__(self, other: TensorLike) -> Tensor:
+        return ops.less(self, other)
+
+    def __getitem__(self, key: Any) -> Tensor:
+        return ops.index(self, key)
 
     @property
     def T(self) -> Tensor:
         """The tensor with its axes reversed."""
         return ops.transpose(self)
 
+    # ---- ops that read well as methods: each is the ag function of the same name ----
+
     def reshape(self, *shape: int) -> Tensor:
-        """Return the same elements in another shape; one size may be -1."""
+        """Return ag.reshape(self, shape)."""
         return ops.reshape(self, shape)
 
-    def sum(self, axis: int | tuple[int, ...] | None = None, *, keepdims: bool = False) -> Tensor:
-        """Return the sum over axes (all by default)."""
+    def permute(self, *axes: int) -> Tensor:
+        """Return ag.permute(self, axes)."""
+        return ops.permute(self, axes)
+
+    def transpose(self, axis1: int | None = None, axis2: int | None = None) -> Tensor:
+        """Return ag.transpose(self, axis1, axis2)."""
+        return ops.transpose(self, axis1, axis2)
+
+    def sum(self, axis: Axis = None, *, keepdims: bool = False) -> Tensor:
+        """Return ag.sum(self, axis=axis, keepdims=keepdims)."""
         return ops.sum(self, axis=axis, keepdims=keepdims)
 
-    def mean(self, axis: int | tuple[int, ...] | None = None, *, keepdims: bool = False) -> Tensor:
-        """Return the mean over axes (all by default)."""
+    def mean(self, axis: Axis = None, *, keepdims: bool = False) -> Tensor:
+        """Return ag.mean(self, axis=axis, keepdims=keepdims)."""
         return ops.mean(self, axis=axis, keepdims=keepdims)
+
+    def max(self, axis: Axis = None, *, keepdims: bool = False) -> Tensor:
+        """Return ag.max(self, axis=axis, keepdims=keepdims)."""
+        return ops.max(self, axis=axis, keepdims=keepdims)
+
+    def min(self, axis: Axis = None, *, keepdims: bool = False) -> Tensor:
+        """Return ag.min(self, axis=axis, keepdims=keepdims)."""
+        return ops.min(self, axis=axis, keepdims=keepdims)
+
+    def var(self, axis: Axis = None, *, keepdims: bool = False, ddof: int = 0) -> Tensor:
+        """Return ag.var(self, axis=axis, keepdims=keepdims, ddof=ddof)."""
+        return ops.var(self, axis=axis, keepdims=keepdims, ddof=ddof)
+
+    def argmax(self, axis: int | None = None) -> Tensor:
+        """Return ag.argmax(self, axis=axis)."""
+        return ops.argmax(self, axis=axis)
+
+    def exp(self) -> Tensor:
+        """Return ag.exp(self)."""
+        return ops.exp(self)
+
+    def log(self) -> Tensor:
+        """Return ag.log(self)."""
+        return ops.log(self)
+
+    def sqrt(self) -> Tensor:
+        """Return ag.sqrt(self)."""
+        return ops.sqrt(self)
+
+    def abs(self) -> Tensor:
+        """Return ag.abs(self)."""
+        return ops.abs(self)
+
+    def clamp(self, *, min: float | None = None, max: float | None = None) -> Tensor:
+        """Return ag.clamp(self, min=min, max=max)."""
+        return ops.clamp(self, min=min, max=max)
+
+    def astype(self, dtype: object) -> Tensor:
+        """Return ag.astype(self, dtype=dtype)."""
+        return ops.astype(self, dtype=dtype)
 
 
 class Parameter(Tensor):

@@ -183,3 +183,34 @@ def test_assign_checks_shape_and_keeps_the_parameter():
         w.assign([1.0, 2.0, 3.0])
     with pytest.raises(pg.GradError, match="assign: only a parameter"):
         (w * 1.0).assign([1.0, 1.0])
+
+
+X = np.array([[0.5, -1.5, 2.0], [3.0, 0.25, -0.75]])
+
+METHODS = {
+    "pow": (lambda x: x**3, X**3),
+    "reflected pow": (lambda x: 2.0**x, 2.0**X),
+    "abs": (lambda x: abs(x) + x.abs(), 2 * np.abs(X)),
+    "greater": (lambda x: x > 0.3, X > 0.3),
+    "less": (lambda x: x < X[0], X < X[0]),
+    "transpose": (lambda x: x.transpose(), X.T),
+    "permute": (lambda x: x.permute(1, 0), X.T),
+    "reshape": (lambda x: x.reshape(3, -1), X.reshape(3, -1)),
+    "sum": (lambda x: x.sum(0), X.sum(0)),
+    "mean": (lambda x: x.mean(1, keepdims=True), X.mean(1, keepdims=True)),
+    "max": (lambda x: x.max(-1), X.max(-1)),
+    "min": (lambda x: x.min(), X.min()),
+    "var": (lambda x: x.var(0, ddof=1), X.var(0, ddof=1)),
+    "argmax": (lambda x: x.argmax(1), X.argmax(1)),
+    "exp, log, sqrt": (lambda x: x.exp().log().abs().sqrt(), np.sqrt(np.abs(X))),
+    "clamp": (lambda x: x.clamp(min=-1.0, max=1.0), X.clip(-1, 1)),
+    "astype": (lambda x: x.astype("int32"), X.astype(int)),
+    "index": (lambda x: x[1, ::-1], X[1, ::-1]),
+    "iteration": (lambda x: next(iter(x)), X[0]),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_and_operators_do_what_numpy_does(name):
+    method, expected = METHODS[name]
+    np.testing.assert_allclose(method(ag.tensor(X)).numpy(), expected, rtol=1e-5, atol=1e-6)
