@@ -84,6 +84,7 @@ def parse_flags() -> argparse.Namespace:
 def train(args: argparse.Namespace) -> None:
     """Train, report, and write the files."""
     pg.set_device(args.device)
+    pg.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
 
     # The data: pixels from 0 to 16, scaled to 0 to 1.
@@ -97,7 +98,7 @@ def train(args: argparse.Namespace) -> None:
     sizes = [PIXELS, *args.hidden, CLASSES]
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(sizes):
-        layers += [nn.Linear(inputs, outputs, seed=int(rng.integers(2**31))), nn.ReLU()]
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     model = nn.Sequential(*layers[:-1])
 
     opt = optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)

@@ -102,6 +102,8 @@ class Tensor:
         if value and not source.dtype.is_float:
             raise DTypeError(f"requires_grad: needs a float tensor; got {source.dtype}")
         source.requires_grad = bool(value)
+        if value and (source.owner is None or source.owner() is None):
+            source.owner = ref(self)
         self._take_place(source)
 
     @property
@@ -174,6 +176,17 @@ class Tensor:
         """Stand for a source that no frame has numbered yet."""
         self._source = source
         self._at = (NOWHERE, graph.source_node(0, source.shape, source.dtype, source.requires_grad))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Return a leaf with the same value, need for a gradient, and gradient."""
+        kind, trained = self._at[1].dtype, self.requires_grad and self.is_leaf
+        copied = make_tensor(
+            self, dtype=kind, device=self.device, requires_grad=trained, cls=type(self)
+        )
+        memo[id(self)] = copied
+        copied.name = self.name
+        copied.grad = None if self.grad is None else self.grad.__deepcopy__(memo)
+        return copied
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         array = self.numpy()

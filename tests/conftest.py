@@ -1,8 +1,12 @@
 """What all tests share."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
+
+import pyggml as pg
+from pyggml.device import CpuDevice, Device
 
 # In CI a skip fails the run, for a test that never runs looks like one that passes. A skip whose
 # reason stands here is wanted.
@@ -41,3 +45,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("skips that are not in ALLOWED_SKIPS (tests/conftest.py)")
         for line in _unwanted_skips:
             terminalreporter.line(line)
+
+
+@pytest.fixture(params=["cpu", "portable", "reference"])
+def every_device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    """Run a test on each device in turn; "portable" has the lowerings that all others use."""
+    if request.param != "portable":
+        with pg.device(request.param) as device:
+            yield device
+        return
+    device = CpuDevice(n_threads=1, own_kernels=False)
+    with pg.device(device):
+        yield device
+    device.close()

@@ -101,6 +101,87 @@ MISTAKES = {
         "pyggml has float32, int32",
     ),
     "complex data": ("ag.tensor([1j])", "DTypeError", "needs real numbers"),
+    "a clamp without bounds": (
+        "ag.clamp(ag.tensor([1.0]))",
+        "SettingError",
+        "clamp: needs min=, max= or both; got neither",
+    ),
+    "a clamp upside down": (
+        "ag.clamp(ag.tensor([1.0]), min=2, max=1)",
+        "SettingError",
+        "clamp: min must not be above max; got min=2.0, max=1.0",
+    ),
+    "a clamp by nan": ("ag.clamp(ag.tensor([1.0]), min=np.nan)", "SettingError", "min=nan"),
+    "a condition of integers": (
+        "ag.where(ag.tensor([1, 0]), 1.0, 2.0)",
+        "DTypeError",
+        "where: needs float32; got int32",
+    ),
+    "a condition that does not broadcast": (
+        "ag.where(np.ones(2, bool), np.ones(3), 0.0)",
+        "ShapeError",
+        "where: shapes must match or be 1",
+    ),
+    "a power of integers": ("ag.pow(ag.tensor([1, 2]), 2)", "DTypeError", "sqr: needs float32"),
+    "powers that do not broadcast": (
+        "ag.pow(np.ones(2), np.ones(3))",
+        "ShapeError",
+        "pow: shapes must match or be 1",
+    ),
+    "maximum of shapes that do not broadcast": (
+        "ag.maximum(np.ones((2, 3)), np.ones((3, 2)))",
+        "ShapeError",
+        "maximum: shapes must match or be 1",
+    ),
+    "an unknown form of gelu": (
+        "ag.gelu(ag.tensor([1.0]), approximate='erf')",
+        "SettingError",
+        "gelu: approximate must be 'none' or 'tanh'; got 'erf'",
+    ),
+    "tanh of integers": ("ag.tanh(ag.tensor([1, 2]))", "DTypeError", "tanh: needs float32"),
+    "swiglu of shapes that do not broadcast": (
+        "ag.swiglu(np.ones((2, 4)), np.ones((2, 2)))",
+        "ShapeError",
+        "mul: shapes must match or be 1",
+    ),
+    "an unknown type in astype": (
+        "ag.astype(ag.tensor([1.0]), 'float8')",
+        "DTypeError",
+        "pyggml has",
+    ),
+    "argmax along an axis that is not there": (
+        "ag.argmax(ag.tensor([1.0]), axis=1)",
+        "ShapeError",
+        "argmax: axis 1 does not exist in 1 dimensions",
+    ),
+    "argmax along two axes": (
+        "ag.argmax(ag.tensor([[1.0]]), axis=(0, 1))",
+        "DTypeError",
+        "argmax: axis must be an integer; got (0, 1)",
+    ),
+    "argmax of integers": ("ag.argmax(ag.tensor([1, 2]))", "DTypeError", "argmax: needs float32"),
+    "max of integers": ("ag.max(ag.tensor([1, 2]))", "DTypeError", "max: needs float32"),
+    "max along an axis twice": (
+        "ag.max(ag.tensor([[1.0]]), axis=(1, -1))",
+        "ShapeError",
+        "max: each axis at most once",
+    ),
+    "logsumexp along an axis that is not there": (
+        "ag.logsumexp(ag.tensor([1.0]), axis=2)",
+        "ShapeError",
+        "logsumexp: axis 2 does not exist",
+    ),
+    "the norm of integers": ("ag.norm(ag.tensor([3, 4]))", "DTypeError", "norm: needs float32"),
+    "min along an axis that is not there": (
+        "ag.min(ag.tensor([1.0]), axis=1)",
+        "ShapeError",
+        "min: axis 1 does not exist",
+    ),
+    "a variance of one element": (
+        "ag.var(ag.tensor([1.0]), ddof=1)",
+        "SettingError",
+        "var: ddof must be in [0, 1), the elements; got 1",
+    ),
     "integers in arithmetic": ("ag.relu(ag.tensor([1, 2]))", "DTypeError", "relu: needs float32"),
     "labels below 0": (
         "ag.softmax_cross_entropy(np.ones((2, 3)), [0, -1])",
@@ -152,6 +233,166 @@ MISTAKES = {
         "ShapeError",
         "must have one shape",
     ),
+    "losses of two shapes in another loss": (
+        "ag.kl_div(np.ones((2, 1)), np.ones(2))",
+        "ShapeError",
+        "kl_div: prediction and target must have one shape; got (2, 1) and (2,)",
+    ),
+    "a delta of zero": (
+        "ag.huber_loss([1.0], [2.0], delta=0)",
+        "SettingError",
+        "huber_loss: delta must be positive; got 0",
+    ),
+    "probabilities with an ignored index": (
+        "ag.softmax_cross_entropy(np.ones((2, 3)), np.ones((2, 3)), ignore_index=0)",
+        "SettingError",
+        "ignore_index is for integer labels",
+    ),
+    "a label that is not the ignored one": (
+        "ag.nll_loss(np.ones((2, 3)), [-100, -1], ignore_index=-100)",
+        "IndexRangeError",
+        "nll_loss: labels must be in [0, 3); got -1",
+    ),
+    "a weight that grows the logits": (
+        "ag.binary_cross_entropy_with_logits(np.ones(3), np.ones(3), pos_weight=np.ones((2, 1)))",
+        "ShapeError",
+        "pos_weight must broadcast to (3,); got (2, 1)",
+    ),
+    "softmax of a number": (
+        "ag.softmax(1.0)",
+        "ShapeError",
+        "softmax: axis -1 does not exist in 0 dimensions",
+    ),
+    "softmax of integers": (
+        "ag.softmax(ag.tensor([1, 2]))",
+        "DTypeError",
+        "softmax: needs float32",
+    ),
+    "a weight that does not fit a norm": (
+        "ag.layer_norm(np.ones((2, 3)), np.ones(2))",
+        "ShapeError",
+        "layer_norm: x (2, 3) must end in the axes to normalise, (2,)",
+    ),
+    "a bias that does not fit a norm": (
+        "ag.layer_norm(np.ones((2, 3)), np.ones(3), np.ones((2, 3)))",
+        "ShapeError",
+        "layer_norm: bias must have shape (3,); got (2, 3)",
+    ),
+    "a norm of a number": ("ag.rms_norm(1.0)", "ShapeError", "rms_norm: x () must end in"),
+    "a negative epsilon": (
+        "ag.rms_norm([1.0], eps=-1e-5)",
+        "SettingError",
+        "rms_norm: eps must be in [0.0, inf); got -1e-05",
+    ),
+    "groups that do not divide the channels": (
+        "ag.group_norm(np.ones((2, 6)), groups=4)",
+        "ShapeError",
+        "group_norm: groups must divide the channels; got 4, 6",
+    ),
+    "no groups": (
+        "ag.group_norm(np.ones((2, 6)), groups=0)",
+        "SettingError",
+        "groups must be a positive integer",
+    ),
+    "batch norm without a batch": (
+        "ag.batch_norm([1.0, 2.0], training=True)",
+        "ShapeError",
+        "batch_norm: needs (batch, channels, ...); got shape (2,)",
+    ),
+    "training a batch norm on one value": (
+        "ag.batch_norm([[1.0, 2.0]], training=True)",
+        "ShapeError",
+        "batch_norm: training needs more than one value per channel; got (1, 2)",
+    ),
+    "batch norm evaluated without statistics": (
+        "ag.batch_norm([[1.0, 2.0]])",
+        "SettingError",
+        "outside of training, give running_mean= and running_var=",
+    ),
+    "statistics of other channels": (
+        "ag.batch_norm(np.ones((2, 3)), running_mean=np.ones(2), running_var=np.ones(3))",
+        "ShapeError",
+        "batch_norm: running_mean must have shape (3,); got (2,)",
+    ),
+    "a probability above 1": (
+        "ag.dropout([1.0], p=1.5)",
+        "SettingError",
+        "dropout: p must be in [0, 1]; got 1.5",
+    ),
+    "a probability below 0": ("ag.dropout([1.0], p=-0.1)", "ValueError", "p must be in [0, 1]"),
+    "a probability that is not a number": (
+        "ag.dropout([1.0], p=float('nan'))",
+        "SettingError",
+        "p must be in [0, 1]; got nan",
+    ),
+    "random numbers of five dimensions": (
+        "ag.randn((1, 1, 1, 1, 2))",
+        "ShapeError",
+        "randn: at most 4 dimensions",
+    ),
+    "rope of an odd width": (
+        "ag.rope(np.ones((2, 3, 4, 5)))",
+        "ShapeError",
+        "rope: needs (batch, tokens, heads, width) with an even width; got (2, 3, 4, 5)",
+    ),
+    "positions of other tokens": (
+        "ag.rope(np.ones((2, 3, 4, 6)), positions=[0, 1])",
+        "ShapeError",
+        "rope: x (2, 3, 4, 6) needs positions of shape (3,); got (2,)",
+    ),
+    "positions that are fractions": (
+        "ag.rope(np.ones((1, 2, 6)), positions=[0.5])",
+        "DTypeError",
+        "rope: positions must be integers",
+    ),
+    "a base below 1": ("ag.rope(np.ones((1, 2, 6)), base=0.5)", "SettingError", "base must be in"),
+    "keys of another width": (
+        "q = np.ones((1, 2, 3, 4)); ag.scaled_dot_product_attention(q, q[..., :3], q)",
+        "ShapeError",
+        "scaled_dot_product_attention: needs queries (B, H, T, D), keys (B, G, S, D)",
+    ),
+    "heads that do not share keys evenly": (
+        "q = np.ones((1, 3, 3, 4)); k = q[:, :2]; ag.scaled_dot_product_attention(q, k, k)",
+        "ShapeError",
+        "H a multiple of G; got (1, 3, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4)",
+    ),
+    "attention in two dimensions": (
+        "q = np.ones((3, 4)); ag.scaled_dot_product_attention(q, q, q)",
+        "ShapeError",
+        "got (3, 4), (3, 4), (3, 4)",
+    ),
+    "a mask of another shape": (
+        "q = np.ones((1, 2, 3, 4)); ag.scaled_dot_product_attention(q, q, q, mask=np.ones((3, 2)))",
+        "ShapeError",
+        "softmax: shapes must match or be 1",
+    ),
+    "a mask with more axes of its own": (
+        "q = np.ones((1, 2, 3, 4)); "
+        "ag.scaled_dot_product_attention(q, q, q, mask=np.ones((2, 1, 3, 3)))",
+        "ShapeError",
+        "softmax: the mask must broadcast to (1, 2, 3, 3); got (2, 1, 3, 3)",
+    ),
+    "a mask of integers": (
+        "q = np.ones((1, 2, 3, 4)); ag.scaled_dot_product_attention(q, q, q, mask=[[0, 1, 1]])",
+        "DTypeError",
+        "the mask must be boolean, True for what may be seen, or floats",
+    ),
+    "more causal queries than keys": (
+        "q = np.ones((1, 2, 3, 4)); k = q[:, :, :2]; "
+        "ag.scaled_dot_product_attention(q, k, k, causal=True)",
+        "ShapeError",
+        "causal needs at least as many keys as queries; got 3 queries, 2 keys",
+    ),
+    "a scale of zero": (
+        "q = np.ones((1, 2, 3, 4)); ag.scaled_dot_product_attention(q, q, q, scale=0.0)",
+        "SettingError",
+        "scale must be positive; got 0.0",
+    ),
+    "an outer product of a matrix": (
+        "ag.outer(np.ones((2, 2)), [1.0])",
+        "ShapeError",
+        "outer: needs two vectors; got (2, 2) and (1,)",
+    ),
     "backward of a constant": (
         "ag.backward(ag.tensor(1.0))",
         "GradError",
@@ -171,7 +412,7 @@ MISTAKES = {
     "input that does not fit a layer": (
         "nn.Linear(3, 2)(ag.tensor(np.ones((5, 4))))",
         "ShapeError",
-        "matmul: inner sizes",
+        "Linear(in_features=3, out_features=2): needs (..., 3); got (5, 4)",
     ),
     "weights of another model": (
         "nn.Linear(3, 2).load_state_dict({'weight': np.ones((2, 4)), 'scale': 1.0})",

@@ -1,48 +1,78 @@
-"""The layers that an MLP needs."""
+"""Linear maps, and layers without parameters."""
 
 from __future__ import annotations
 
-import numpy as np
+from math import prod
 
 from ..checks import positive_integer
-from ..ops import add, matmul, relu, transpose
-from ..tensor import Parameter, Tensor, make_tensor
+from ..errors import SettingError
+from ..ops import add, dropout, matmul, reshape, transpose
+from ..tensor import Tensor, TensorLike
 from ._module import Module
+from ._support import fan_in_uniform, input_of, misfit, share
 
 
 class Linear(Module):
-    """x @ weight.T + bias, for x of shape (..., in_features).
+    """x @ weight.T + bias, for x of shape (..., in_features): (..., out_features).
 
-    Weight and bias start uniform in +-1/sqrt(in_features), as in PyTorch; ``seed`` makes them
-    repeatable.
+    Weight, (out_features, in_features), and bias start uniform in +-1 / sqrt(in_features).
 
     >>> nn.Linear(3, 2)(ag.tensor(np.ones((5, 3)))).shape
     (5, 2)
     """
 
-    def __init__(
-        self, in_features: int, out_features: int, *, bias: bool = True, seed: int | None = None
-    ) -> None:
-        in_features = positive_integer("Linear", "in_features", in_features)
-        out_features = positive_integer("Linear", "out_features", out_features)
-        generator = np.random.default_rng(seed)
-        bound = 1.0 / np.sqrt(in_features)
-        self.weight = _parameter(generator.uniform(-bound, bound, (out_features, in_features)))
-        self.bias = _parameter(generator.uniform(-bound, bound, out_features)) if bias else None
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = True) -> None:
+        self.in_features = positive_integer("Linear", "in_features", in_features)
+        self.out_features = positive_integer("Linear", "out_features", out_features)
+        self.weight = fan_in_uniform((self.out_features, self.in_features), self.in_features)
+        self.bias = fan_in_uniform((self.out_features,), self.in_features) if bias else None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: TensorLike) -> Tensor:
+        x = input_of(self, x, self.weight)
+        if x.shape[-1:] != (self.in_features,):
+            raise misfit(self, f"(..., {self.in_features})", x)
         product = matmul(x, transpose(self.weight))
         return product if self.bias is None else add(product, self.bias)
 
-
-def _parameter(value: np.ndarray) -> Parameter:
-    made = make_tensor(value, dtype="float32", requires_grad=True, cls=Parameter)
-    assert isinstance(made, Parameter)
-    return made
+    def extra_repr(self) -> str:
+        return super().extra_repr() + ("" if self.bias is not None else ", bias=False")
 
 
-class ReLU(Module):
-    """max(x, 0), elementwise."""
+class Dropout(Module):
+    """In training, set each element to 0 with probability p, and divide the others by 1 - p.
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return relu(x)
+    Raises SettingError for a p outside [0, 1] (Srivastava et al. 2014).
+
+    >>> layer = nn.Dropout(0.5).eval()
+    >>> layer(ag.tensor([1.0, 2.0])).numpy()
+    array([1., 2.], dtype=float32)
+    """
+
+    def __init__(self, p: float = 0.5) -> None:
+        self.p = share("Dropout", "p", p)
+
+    def forward(self, x: TensorLike) -> Tensor:
+        return dropout(input_of(self, x), p=self.p, training=self.training)
+
+
+class Flatten(Module):
+    """Make one axis of the axes from start_axis to end_axis: (N, C, H, W) becomes (N, C * H * W).
+
+    >>> nn.Flatten()(ag.tensor(np.ones((2, 3, 4)))).shape
+    (2, 12)
+    """
+
+    def __init__(self, start_axis: int = 1, end_axis: int = -1) -> None:
+        for name, value in (("start_axis", start_axis), ("end_axis", end_axis)):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise SettingError(f"Flatten: {name} must be an integer; got {value!r}")
+        self.start_axis = start_axis
+        self.end_axis = end_axis
+
+    def forward(self, x: TensorLike) -> Tensor:
+        x = input_of(self, x)
+        start = self.start_axis + x.ndim if self.start_axis < 0 else self.start_axis
+        end = self.end_axis + x.ndim if self.end_axis < 0 else self.end_axis
+        if not 0 <= start <= end < x.ndim:
+            raise misfit(self, "at least these axes", x)
+        return reshape(x, (*x.shape[:start], prod(x.shape[start : end + 1]), *x.shape[end + 1 :]))

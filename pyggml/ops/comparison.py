@@ -159,7 +159,9 @@ def where(condition: TensorLike, x: TensorLike, y: TensorLike) -> Tensor:
     """Return x where the condition holds and y elsewhere; all three broadcast.
 
     The condition is an array of booleans or a tensor of 0 and 1, as ag.greater gives; no gradient
-    flows into it. NaN or infinity where x or y is not taken reaches neither value nor gradient.
+    flows into it. NaN or infinity where x or y is not taken reaches neither the value nor the
+    gradients of x and y, which are 0 there. If x is computed by a function with a pole, 0 times its
+    infinite slope is still NaN: then choose its input too, as in where(c, log(where(c, z, 1)), 0).
 
     >>> ag.where(np.array([True, False]), [1.0, 2.0], 0.0).numpy()
     array([1., 0.], dtype=float32)
@@ -237,8 +239,7 @@ def minimum(x: TensorLike, y: TensorLike) -> Tensor:
 # ---- clamp ---------------------------------------------------------------------------------------
 
 
-def lower_clamp(b: Lowering, x: GgmlTensor, *, min: float, max: float) -> GgmlTensor:
-    """Lower clamp; NaN stays NaN."""
+def _lower_clamp(b: Lowering, x: GgmlTensor, *, min: float, max: float) -> GgmlTensor:
     if b.own_kernels:
         return lib.pg_clamp(b.ctx, b.contiguous(x), min, max)
     # ggml_clamp works in place, so it gets a copy that nobody else reads.
@@ -248,7 +249,7 @@ def lower_clamp(b: Lowering, x: GgmlTensor, *, min: float, max: float) -> GgmlTe
 CLAMP: Op = Op(
     "clamp",
     shape=same("clamp"),
-    lower=lower_clamp,
+    lower=_lower_clamp,
     # from out, which lies between the bounds where x does: x need not be kept
     grad=lambda g, out, x, min, max: record(CLAMP_BACK, g, out, min=min, max=max),
     reference=lambda x, min, max: np.clip(x, min, max),

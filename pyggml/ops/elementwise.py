@@ -80,12 +80,10 @@ def add(x: TensorLike, y: TensorLike) -> Tensor:
     return record(ADD, x, y)
 
 
-lower_sub = _arithmetic("sub", commutative=False)
-
 SUB = Op(
     "sub",
     shape=broadcasting("sub"),
-    lower=lower_sub,
+    lower=_arithmetic("sub", commutative=False),
     grad=lambda g, out, x, y: (g, neg(g)),
     reference=np.subtract,
 )
@@ -190,8 +188,7 @@ def neg(x: TensorLike) -> Tensor:
 # ---- exp, log ------------------------------------------------------------------------------------
 
 
-def lower_exp(b: Lowering, x: GgmlTensor) -> GgmlTensor:
-    """Lower exp."""
+def _lower_exp(b: Lowering, x: GgmlTensor) -> GgmlTensor:
     if b.own_kernels:  # ggml's runs on one thread, a libm call for each element
         return lib.pg_exp(b.ctx, b.contiguous(x))
     return lib.ggml_exp(b.ctx, b.contiguous(x))
@@ -200,7 +197,7 @@ def lower_exp(b: Lowering, x: GgmlTensor) -> GgmlTensor:
 EXP = Op(
     "exp",
     shape=same("exp"),
-    lower=lower_exp,
+    lower=_lower_exp,
     grad=lambda g, out, x: mul(g, out),
     reference=np.exp,
 )
@@ -215,8 +212,7 @@ def exp(x: TensorLike) -> Tensor:
     return record(EXP, x)
 
 
-def lower_log(b: Lowering, x: GgmlTensor) -> GgmlTensor:
-    """Lower log."""
+def _lower_log(b: Lowering, x: GgmlTensor) -> GgmlTensor:
     if b.own_kernels:  # ggml's runs on one thread, a libm call for each element
         return lib.pg_log(b.ctx, b.contiguous(x))
     return lib.ggml_log(b.ctx, b.contiguous(x))
@@ -225,7 +221,7 @@ def lower_log(b: Lowering, x: GgmlTensor) -> GgmlTensor:
 LOG = Op(
     "log",
     shape=same("log"),
-    lower=lower_log,
+    lower=_lower_log,
     grad=lambda g, out, x: div(g, x),
     reference=np.log,
 )

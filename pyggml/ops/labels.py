@@ -36,18 +36,27 @@ def integer_labels(
                 "are whole"
             )
         if ignore_index is not None:
-            array = np.where(array == ignore_index, -1, array)
+            ignored = array == ignore_index
+            wrong = array[~ignored & ((array < 0) | (array >= classes))]
+            if wrong.size:
+                raise _out_of_range(op, wrong[0], classes)
+            array = np.where(ignored, -1, array)
         labels = make_tensor(array, dtype=int32, device=like.device, op=op)
+        if ignore_index is not None:
+            return labels
     if labels._at[1].dtype is not int32:
         raise DTypeError(f"{op}: labels must be integers; got a tensor of {labels.dtype}")
     source = labels._materialized()
     if source.label_range is None:
         source.label_range = source.device.integer_range(source)
     low, high = source.label_range
-    if low < (0 if ignore_index is None else -1) or high >= classes:
-        wrong = low if low < 0 else high
-        raise IndexRangeError(f"{op}: labels must be in [0, {classes}); got {wrong}")
+    if low < 0 or high >= classes:
+        raise _out_of_range(op, low if low < 0 else high, classes)
     return labels
+
+
+def _out_of_range(op: str, label: int, classes: int) -> IndexRangeError:
+    return IndexRangeError(f"{op}: labels must be in [0, {classes}); got {label}")
 
 
 def lower_label_numbers(b: Lowering, labels: GgmlTensor) -> GgmlTensor:

@@ -204,39 +204,42 @@ def _class_loss(
     reduction: str,
     ignore_index: int | None,
     label_smoothing: float,
-    of_labels: Callable[[Tensor, Tensor, float], Tensor],
+    of_labels: Callable[[Tensor, Tensor, np.ndarray | None], Tensor],
     of_targets: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Reduce what of_labels gives for (rows, classes) and (rows,), or of_targets for targets of the
-    scores' shape; each gives a loss a row.
+    """Reduce the losses of rows.
+
+    of_labels gives them for (rows, classes), labels (rows,), and where there are any: (rows,)
+    or None; of_targets for probabilities of the scores' shape.
     """
     scores = as_tensor(scores, labels if isinstance(labels, Tensor) else None, op=op)
     if scores.ndim < 1:
-        raise ShapeError(f"{op}: needs a class axis; got shape ()")
-    smoothing = number_in(op, "label_smoothing", label_smoothing, 0.0)
-    if smoothing > 1.0:
+        raise ShapeError(f"{op}: scores need a class axis; got shape ()")
+    if not 0.0 <= label_smoothing <= 1.0:
         raise SettingError(f"{op}: label_smoothing must be in [0, 1]; got {label_smoothing!r}")
     *batch, classes = scores.shape
     if of_targets is not None and _are_targets(labels, scores.shape):
         if ignore_index is not None:
             raise SettingError(f"{op}: ignore_index is for integer labels; got probabilities")
         targets = as_tensor(labels, scores, op=op)
-        if smoothing:
-            targets = affine(targets, scale=1.0 - smoothing, shift=smoothing / classes)
+        if label_smoothing:
+            smoothed = label_smoothing / classes
+            targets = affine(targets, scale=1.0 - label_smoothing, shift=smoothed)
         return reduce(op, of_targets(scores, targets), reduction)
-    known = integer_labels(op, labels, scores, classes, ignore_index)
-    if known.shape != tuple(batch):
+    numbers = integer_labels(op, labels, scores, classes, ignore_index)
+    if numbers.shape != tuple(batch):
         raise ShapeError(
-            f"{op}: scores {scores.shape} need labels of shape {tuple(batch)}; got {known.shape}"
+            f"{op}: scores {scores.shape} need labels of shape {tuple(batch)}; got {numbers.shape}"
         )
     rows = prod(batch)
+    known = None if ignore_index is None else numbers.numpy().reshape(rows) >= 0
     losses = of_labels(
         scores if scores.ndim == 2 else reshape(scores, (rows, classes)),
-        known if known.ndim == 1 else reshape(known, (rows,)),
-        smoothing,
+        numbers if numbers.ndim == 1 else reshape(numbers, (rows,)),
+        known,
     )
-    if reduction == "mean" and ignore_index is not None:
-        count = max(int((known.numpy() >= 0).sum()), 1)
+    if reduction == "mean" and known is not None:
+        count = max(int(known.sum()), 1)
         return mul(sum(losses), make_tensor(1.0 / count, device=scores.device))
     if reduction == "none":
         return reshape(losses, tuple(batch))
@@ -273,7 +276,7 @@ def softmax_cross_entropy(
     """
     return _class_loss(
         "softmax_cross_entropy", logits, labels, reduction, ignore_index, label_smoothing,
-        lambda x, labels, smoothing: record(CROSS_ENTROPY, x, labels, smoothing=smoothing),
+        lambda x, y, known: record(CROSS_ENTROPY, x, y, smoothing=float(label_smoothing)),
         lambda x, targets: _expected_cost(log_softmax(x), targets),
     )  # fmt: skip
 
@@ -304,15 +307,14 @@ def cross_entropy(
     array([0.6931472, 1.3862944], dtype=float32)
     """
 
-    def of_labels(p: Tensor, labels: Tensor, smoothing: float) -> Tensor:
-        cost = neg(log(clamp(record(PICK, p, labels), min=PROBABILITY_FLOOR)))
-        if smoothing:
-            log_p = log(clamp(p, min=PROBABILITY_FLOOR))
+    def of_labels(p: Tensor, numbers: Tensor, known: np.ndarray | None) -> Tensor:
+        cost = neg(log(clamp(record(PICK, p, numbers), min=PROBABILITY_FLOOR)))
+        if label_smoothing:
+            uniform = mean(log(clamp(p, min=PROBABILITY_FLOOR)), axis=-1)
             cost = sub(
-                affine(cost, scale=1.0 - smoothing), affine(mean(log_p, axis=-1), scale=smoothing)
+                affine(cost, scale=1.0 - label_smoothing), affine(uniform, scale=label_smoothing)
             )
-        known = (labels.numpy() >= 0).astype(np.float32)
-        return cost if known.all() else mul(cost, make_tensor(known, device=p.device))
+        return cost if known is None else mul(cost, make_tensor(known, device=p.device))
 
     return _class_loss(
         "cross_entropy", probabilities, labels, reduction, ignore_index, label_smoothing, of_labels,
@@ -337,7 +339,7 @@ def nll_loss(
     """
     return _class_loss(
         "nll_loss", log_probabilities, labels, reduction, ignore_index, 0.0,
-        lambda x, labels, smoothing: neg(record(PICK, x, labels)),
+        lambda x, y, known: neg(record(PICK, x, y)),
     )  # fmt: skip
 
 

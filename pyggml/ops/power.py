@@ -12,22 +12,21 @@ from ..graph import Op
 from ..lowering import GgmlTensor, Lowering
 from ..tensor import Tensor, TensorLike, record
 from .comparison import constants, equal, keep_nan, less
-from .elementwise import add, affine, div, log, lower_exp, lower_log, mul
+from .elementwise import add, affine, div, log, mul
 from .rules import broadcasting, same
 
 # ---- sqr, sqrt -----------------------------------------------------------------------------------
 
 
-def lower_sqr(b: Lowering, x: GgmlTensor) -> GgmlTensor:
-    """Lower sqr: as a product, since ggml_sqr runs on one thread."""
-    x = b.contiguous(x)
+def _lower_sqr(b: Lowering, x: GgmlTensor) -> GgmlTensor:
+    x = b.contiguous(x)  # a product, since ggml_sqr runs on one thread
     return lib.ggml_mul(b.ctx, x, x)
 
 
 SQR = Op(
     "sqr",
     shape=same("sqr"),
-    lower=lower_sqr,
+    lower=_lower_sqr,
     grad=lambda g, out, x: mul(affine(g, scale=2.0), x),
     reference=np.square,
 )
@@ -77,7 +76,7 @@ def _lower_power(b: Lowering, x: GgmlTensor, *, exponent: float) -> GgmlTensor:
             result = lib.ggml_mul(b.ctx, result, x)
     else:
         base = lib.ggml_abs(b.ctx, x) if is_whole else x
-        result = lower_exp(b, lib.ggml_scale(b.ctx, lower_log(b, base), count))
+        result = lib.ggml_exp(b.ctx, lib.ggml_scale(b.ctx, lib.ggml_log(b.ctx, base), count))
         if is_whole and count % 2:
             result = lib.ggml_mul(b.ctx, result, lib.ggml_sgn(b.ctx, x))
     return lib.ggml_div(b.ctx, one, result) if exponent < 0 else result

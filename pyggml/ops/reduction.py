@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
+from math import inf, prod
 
 import numpy as np
 
@@ -13,8 +13,8 @@ from ..errors import SettingError
 from ..graph import MAX_DIMS, Op, Shape, Spec
 from ..lowering import GgmlTensor, Lowering
 from ..tensor import Tensor, TensorLike, as_tensor, record
-from .comparison import clamp, equal, lower_clamp
-from .elementwise import add, affine, div, exp, lower_exp, lower_log, lower_sub, mul, neg, sub
+from .comparison import clamp, equal, where
+from .elementwise import add, affine, detach, div, exp, log, mul, neg, sub
 from .power import sqr, sqrt
 from .rules import need_floats, normalize_axes, normalize_axis
 from .shaping import broadcast_to, reshape
@@ -134,6 +134,13 @@ def sum_to(x: Tensor, shape: Shape) -> Tensor:
     return reshape(sum(x, axis=axes, keepdims=True), shape) if axes else x
 
 
+def _checked(op: str, x: TensorLike, axis: Axis) -> tuple[Tensor, tuple[int, ...]]:
+    """Return x and axes for a function made of other ops, whose messages would name those."""
+    x = as_tensor(x, op=op)
+    need_floats(op, x._at[1])
+    return x, normalize_axes(op, axis, x.ndim)
+
+
 # ---- max, min ------------------------------------------------------------------------------------
 
 
@@ -213,52 +220,13 @@ def min(x: TensorLike, *, axis: Axis = None, keepdims: bool = False) -> Tensor:
     >>> ag.min([[1.0, 2.0], [4.0, 3.0]], axis=1).numpy()
     array([1., 3.], dtype=float32)
     """
-    return neg(max(neg(x), axis=axis, keepdims=keepdims))
+    x, axes = _checked("min", x, axis)
+    return neg(max(neg(x), axis=axes, keepdims=keepdims))
 
 
 # ---- logsumexp -----------------------------------------------------------------------------------
-# One op, so that its gradient is the softmax of x: finite where the composed rule divides by 0.
 
 LARGEST = float(np.finfo(np.float32).max)
-
-
-def _logsumexp_shape(x: Spec, *, axes: tuple[int, ...], keepdims: bool) -> Spec:
-    need_floats("logsumexp", x)
-    return Spec(reduced_shape(x.shape, axes, keepdims), x.dtype)
-
-
-def _lower_logsumexp(
-    b: Lowering, x: GgmlTensor, *, axes: tuple[int, ...], keepdims: bool
-) -> GgmlTensor:
-    # the shift is finite, so that infinity minus infinity does not occur
-    top = lower_clamp(b, _lower_max(b, x, axes=axes, keepdims=True), min=-LARGEST, max=LARGEST)
-    parts = lower_exp(b, lower_sub(b, x, top))
-    total = lower_log(b, _lower_sum(b, parts, axes=axes, keepdims=True))
-    sizes = tuple(reversed(list(x.ne)))
-    return b.reshape(lib.ggml_add(b.ctx, total, top), reduced_shape(sizes, axes, keepdims))
-
-
-def _grad_logsumexp(
-    g: Tensor, out: Tensor, x: Tensor, *, axes: tuple[int, ...], keepdims: bool
-) -> Tensor:
-    shape = reduced_shape(x.shape, axes, keepdims=True)
-    finite = clamp(reshape(out, shape), min=-LARGEST)
-    return mul(reshape(g, shape), exp(sub(x, finite)))
-
-
-def _reference_logsumexp(x: np.ndarray, axes: tuple[int, ...], keepdims: bool) -> np.ndarray:
-    top = np.clip(np.max(x, axis=axes, keepdims=True), -LARGEST, LARGEST)
-    total = np.log(np.sum(np.exp(x - top), axis=axes, keepdims=True)) + top
-    return np.reshape(total, reduced_shape(x.shape, axes, keepdims))
-
-
-LOGSUMEXP = Op(
-    "logsumexp",
-    shape=_logsumexp_shape,
-    lower=_lower_logsumexp,
-    grad=_grad_logsumexp,
-    reference=_reference_logsumexp,
-)
 
 
 def logsumexp(x: TensorLike, *, axis: Axis = None, keepdims: bool = False) -> Tensor:
@@ -266,12 +234,16 @@ def logsumexp(x: TensorLike, *, axis: Axis = None, keepdims: bool = False) -> Te
 
     Where all elements are -inf the result is -inf and the gradient 0.
 
-    >>> ag.logsumexp([1000.0, 1000.0]).item() - 1000.0  # the logarithm of 2
-    0.69317626953125
+    >>> ag.logsumexp([1000.0, -np.inf]).item()
+    1000.0
     """
-    x = as_tensor(x, op="logsumexp")
-    axes = normalize_axes("logsumexp", axis, x.ndim)
-    return record(LOGSUMEXP, x, axes=axes, keepdims=bool(keepdims)) if axes else x
+    x, axes = _checked("logsumexp", x, axis)
+    # The largest element moves to 0; it is finite, so that infinity less infinity does not occur.
+    top = detach(clamp(max(x, axis=axes, keepdims=True), min=-LARGEST, max=LARGEST))
+    total = sum(exp(sub(x, top)), axis=axes, keepdims=keepdims)
+    none = equal(total, 0.0)  # there log(0 + 1), whose slope is finite
+    logarithm = add(log(add(total, none)), reshape(top, total.shape))
+    return where(none, -inf, logarithm)
 
 
 # ---- argmax --------------------------------------------------------------------------------------
@@ -333,7 +305,8 @@ def norm(x: TensorLike, *, axis: Axis = None, keepdims: bool = False) -> Tensor:
     >>> ag.norm([[3.0, 4.0], [0.0, 2.0]], axis=1).numpy()
     array([5., 2.], dtype=float32)
     """
-    return _root(sum(sqr(x), axis=axis, keepdims=keepdims))
+    x, axes = _checked("norm", x, axis)
+    return _root(sum(sqr(x), axis=axes, keepdims=keepdims))
 
 
 def _root(x: Tensor) -> Tensor:
@@ -363,9 +336,9 @@ def std(x: TensorLike, *, axis: Axis = None, keepdims: bool = False, ddof: int =
 
 
 def _var(op: str, x: TensorLike, axis: Axis, keepdims: bool, ddof: int) -> Tensor:
-    x = as_tensor(x, op=op)
-    count = prod([x.shape[a] for a in normalize_axes(op, axis, x.ndim)])
+    x, axes = _checked(op, x, axis)
+    count = prod([x.shape[a] for a in axes])
     if not 0 <= ddof < count:
         raise SettingError(f"{op}: ddof must be in [0, {count}), the elements; got {ddof!r}")
-    centered = sub(x, mean(x, axis=axis, keepdims=True))
-    return affine(sum(sqr(centered), axis=axis, keepdims=keepdims), scale=1.0 / (count - ddof))
+    centered = sub(x, mean(x, axis=axes, keepdims=True))
+    return affine(sum(sqr(centered), axis=axes, keepdims=keepdims), scale=1.0 / (count - ddof))

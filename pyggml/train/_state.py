@@ -1,0 +1,154 @@
+"""What a run of fit knows: where it is, and a row of numbers for each epoch."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..errors import SettingError
+from ..optim import Optimizer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Row = dict[str, float]
+
+
+class History:
+    """A row of numbers for each epoch: what fit returns.
+
+    Columns are "epoch" (from 1), "loss" and the metrics over the epoch's training batches, the same
+    with "val_" in front over the validation data, "lr" (of the last update), "updates" (made so
+    far), "skipped" (steps of the epoch that left the weights alone) and "seconds".
+
+    >>> history = pg.train.History([{"epoch": 1, "loss": 2.0}, {"epoch": 2, "loss": 0.5}])
+    >>> history["loss"], history.rows[-1]
+    ([2.0, 0.5], {'epoch': 2, 'loss': 0.5})
+    """
+
+    def __init__(self, rows: list[Row] | None = None) -> None:
+        self.rows: list[Row] = list(rows or [])
+        self.stopped: str | None = None
+        """Why the run ended before its last epoch, if it did."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __getitem__(self, name: str) -> list[float]:
+        """Return a column. Raises SettingError for a name that no row has."""
+        if name not in self.names():
+            raise SettingError(
+                f"History: no column {name!r}; there are {', '.join(self.names()) or 'none yet'}"
+            )
+        return [row.get(name, float("nan")) for row in self.rows]
+
+    def __repr__(self) -> str:
+        last = ", ".join(f"{name}={value:.4g}" for name, value in (self.rows or [{}])[-1].items())
+        return f"History({len(self)} epochs{'; last: ' if last else ''}{last})"
+
+    def names(self) -> list[str]:
+        """Return the names of the columns."""
+        return list(dict.fromkeys(name for row in self.rows for name in row))
+
+    def to_dict(self) -> dict[str, list[float]]:
+        """Return all columns by name: what pandas.DataFrame takes."""
+        return {name: self[name] for name in self.names()}
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write all rows as a table, in full precision."""
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self.names(), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(self.rows)
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Draw loss and metrics over the epochs, training and validation in one panel each.
+
+        Returns a matplotlib figure, which notebooks show; writes it to path if there is one.
+        Raises SettingError if there are no rows yet.
+        """
+        try:
+            from matplotlib.figure import Figure
+            from matplotlib.ticker import MaxNLocator
+        except ModuleNotFoundError:
+            raise SettingError("plot: needs matplotlib: pip install matplotlib") from None
+        others = {"epoch", "lr", "updates", "skipped", "seconds"}
+        shown = [name for name in self.names() if name not in others]
+        panels = list(dict.fromkeys(name.removeprefix("val_") for name in shown))
+        if not panels:
+            raise SettingError("plot: the history has no rows yet")
+        figure = Figure(figsize=(4.8 * len(panels), 3.6), layout="constrained")
+        for axes, name in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            for column, label in ((name, "training"), (f"val_{name}", "validation")):
+                if column in shown:
+                    axes.plot(self["epoch"], self[column], marker=".", label=label)
+            axes.set(xlabel="epoch", ylabel=name)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.grid(alpha=0.25)
+            axes.legend(frameon=False)
+        if path is not None:
+            figure.savefig(path, dpi=150)
+        return figure
+
+
+@dataclass
+class FitState:
+    """Where a run of fit stands: what callbacks are given.
+
+    A callback ends the run by setting ``stop`` to the reason.
+    """
+
+    model: Any
+    optimizer: Optimizer
+    history: History
+    epoch: int = 0
+    """The epoch that is running, or that has just ended; from 1."""
+    step: int = 0
+    """Batches since the run began."""
+    batch: int = 0
+    """Batches since the epoch began."""
+    loss: float = float("nan")
+    """The loss of the last batch."""
+    lr: float = float("nan")
+    """The learning rate of the last update."""
+    updated: bool = False
+    """Whether the last batch ended in an update, and did not only fill the window."""
+    stop: str | None = None
+    sums: Row = field(default_factory=dict)  # of the epoch: each number times its batch's samples
+    samples: int = 0
+    skipped: int = 0
+
+    @property
+    def row(self) -> Row:
+        """The numbers of the epoch that has just ended."""
+        return self.history.rows[-1]
+
+    def add(self, numbers: Row, samples: int) -> None:
+        """Take a batch's numbers into the means of the epoch."""
+        for name, value in numbers.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value * samples
+        self.samples += samples
+
+    def close_epoch(self) -> Row:
+        """Return the means of the epoch and start the next one's."""
+        row = {name: total / self.samples for name, total in self.sums.items()}
+        self.sums, self.samples, self.skipped, self.batch = {}, 0, 0, 0
+        return row
+
+    _SAVED = ("epoch", "step", "batch", "stop", "sums", "samples", "skipped")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is needed to go on from here, apart from the objects trained."""
+        return {**{name: getattr(self, name) for name in self._SAVED}, "rows": self.history.rows}
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        """Go on from a state."""
+        for name in self._SAVED:
+            setattr(self, name, values[name])
+        self.history.rows = list(values["rows"])
