@@ -2,8 +2,8 @@
 
 The data are the 1,797 images of the UCI handwritten digits that scikit-learn ships, 8x8 pixels
 each. A fifth of them, with the same share of every digit, is held out: never trained on. With the
-default flags 98.9 % of the held-out digits are read correctly (356 of 360), after a second or two
-on one core; with the seeds 0 to 9 it is 97.8 % to 99.4 %. (The defaults were chosen on splits like
+default flags 98.6 % of the held-out digits are read correctly (355 of 360), after a second or two
+on one core; with the seeds 0 to 9 it is 98.1 % to 99.4 %. (The defaults were chosen on splits like
 these.) Two runs with one seed give the same bits; another kind of CPU may round another way.
 
     python examples/digits.py

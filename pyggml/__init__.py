@@ -3,7 +3,7 @@
 >>> from pyggml import ag, nn, optim
 """
 
-from . import ag, nn, optim
+from . import ag, data, io, nn, optim, train
 from ._version import __version__
 from .device import Device, device, devices, get_num_threads, set_device, set_num_threads
 from .errors import (
@@ -11,10 +11,12 @@ from .errors import (
     DeviceError,
     DeviceMemoryError,
     DTypeError,
+    FileFormatError,
     GradCheckError,
     GradError,
     IndexRangeError,
     MemoryBudgetError,
+    NonFiniteLossError,
     PyggmlError,
     SettingError,
     ShapeError,
@@ -28,23 +30,28 @@ __all__ = [
     "Device",
     "DeviceError",
     "DeviceMemoryError",
+    "FileFormatError",
     "Generator",
     "GradCheckError",
     "GradError",
     "IndexRangeError",
     "MemoryBudgetError",
+    "NonFiniteLossError",
     "PyggmlError",
     "SettingError",
     "ShapeError",
     "StaleError",
     "__version__",
     "ag",
+    "data",
     "device",
     "devices",
     "get_num_threads",
+    "io",
     "manual_seed",
     "nn",
     "optim",
     "set_device",
     "set_num_threads",
+    "train",
 ]

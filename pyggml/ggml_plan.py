@@ -14,6 +14,7 @@ from .errors import DeviceMemoryError
 from .graph import Source
 from .lowering import GgmlTensor, Lowering
 from .plan import Program, Step
+from .remat import work_of
 
 if TYPE_CHECKING:
     from .device import CpuDevice
@@ -40,7 +41,7 @@ class GgmlPlan:
                 break
             except _TooSmall:
                 capacity *= 2
-        self.n_threads = min(device.n_threads, threads_worth_starting(self.graph))
+        self.n_threads = min(device.n_threads, threads_worth_starting(program))
         self.epoch = -1
 
     def _build(self, program: Program, capacity: int) -> None:
@@ -162,20 +163,12 @@ class GgmlPlan:
             self.context = self.graph = None
 
 
-# Starting a second worker on a node costs a barrier; a node is worth it when its own work takes
-# longer.
-WORK_WORTH_A_THREAD = 200_000  # elementary operations, or bytes moved
+# Sharing a node costs a barrier; it is worth it when a worker's part takes longer than that.
+WORK_WORTH_A_THREAD = 200_000  # elementary operations a step, on average
 
 
-def threads_worth_starting(graph: Any) -> int:
-    """Return 1 for a graph whose nodes are too small to share, else as many threads as there may
-    be.
-    """
-    work = 0.0
-    count = lib.ggml_graph_n_nodes(graph)
-    for i in range(count):
-        node = lib.ggml_graph_node(graph, i)
-        elements = lib.ggml_nelements(node)
-        is_matmul = node.op in (lib.GGML_OP_MUL_MAT, lib.GGML_OP_CUSTOM) and node.src[1] != ffi.NULL
-        work += elements * (2 * node.src[0].ne[0] if is_matmul else 4)
-    return 1 if work < count * WORK_WORTH_A_THREAD else lib.GGML_MAX_N_THREADS
+def threads_worth_starting(program: Program) -> int:
+    """Return 1 for a program whose steps are too small to share, else as many as there may be."""
+    steps = [*program.steps, *program.effects]
+    work = sum(work_of(step.node) for step in steps)
+    return 1 if work < len(steps) * WORK_WORTH_A_THREAD else lib.GGML_MAX_N_THREADS

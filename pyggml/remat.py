@@ -37,8 +37,9 @@ def work_of(node: Node) -> int:
     """Return roughly how many elementary operations a node takes."""
     if node.op.alias:
         return 0
-    inner = node.inputs[0].shape[-1] if node.op.is_product else 1
-    return 2 * prod(node.shape) * inner
+    if node.op.is_product:
+        return 2 * prod(node.shape) * node.inputs[0].shape[-1]
+    return 2 * max(prod(value.shape) for value in (node, *node.inputs))
 
 
 def fit_to_budget(

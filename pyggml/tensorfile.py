@@ -148,7 +148,7 @@ def _checksum(arrays: Arrays, metadata: Mapping[str, str]) -> str:
     for name in sorted(arrays):
         array = arrays[name]
         digest.update(json.dumps([name, array.dtype.name, array.shape]).encode())
-        digest.update(memoryview(array.reshape(-1).view(np.uint8)))
+        digest.update(array.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
 
 

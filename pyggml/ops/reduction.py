@@ -29,7 +29,7 @@ def reduced_shape(shape: Shape, axes: tuple[int, ...], keepdims: bool) -> Shape:
     return tuple(1 if i in axes else size for i, size in sizes if keepdims or i not in axes)
 
 
-def reduction_stages(sizes: Shape, axes: tuple[int, ...]) -> list[Stage]:
+def _reduction_stages(sizes: Shape, axes: tuple[int, ...]) -> list[Stage]:
     """Return how to reduce axes in contiguous memory: one after another, the middle of (outer,
     middle, inner). Neighbouring axes are one, and axes of size 1 belong to either neighbour.
     """
@@ -73,7 +73,7 @@ def _lower_sum(b: Lowering, x: GgmlTensor, *, axes: tuple[int, ...], keepdims: b
     x = b.contiguous(x)
     sizes = tuple(reversed(list(x.ne)))
     result = reduced_shape(sizes, axes, keepdims)
-    stages = reduction_stages(sizes, axes)
+    stages = _reduction_stages(sizes, axes)
     if b.own_kernels:  # ggml's sums run on one thread
         return b.reshape(_reduce_in_stages(b, lib.pg_sum_middle, x, stages), result)
     if len(stages) == 1 and stages[0][0] == stages[0][2] == 1:
@@ -137,7 +137,7 @@ def sum_to(x: Tensor, shape: Shape) -> Tensor:
 def _checked(op: str, x: TensorLike, axis: Axis) -> tuple[Tensor, tuple[int, ...]]:
     """Return x and axes for a function made of other ops, whose messages would name those."""
     x = as_tensor(x, op=op)
-    need_floats(op, x._at[1])
+    need_floats(op, Spec(x.shape, x._at[1].dtype))
     return x, normalize_axes(op, axis, x.ndim)
 
 
@@ -153,7 +153,7 @@ def _lower_max(b: Lowering, x: GgmlTensor, *, axes: tuple[int, ...], keepdims: b
     sizes = tuple(reversed(list(x.ne)))
     result = reduced_shape(sizes, axes, keepdims)
     if b.own_kernels:
-        stages = reduction_stages(sizes, axes)
+        stages = _reduction_stages(sizes, axes)
         return b.reshape(_reduce_in_stages(b, lib.pg_max_middle, b.contiguous(x), stages), result)
     rows = rows_of(b, x, axes)
     count, length = rows.ne[1], rows.ne[0]
@@ -165,7 +165,7 @@ def _lower_max(b: Lowering, x: GgmlTensor, *, axes: tuple[int, ...], keepdims: b
     return b.reshape(lib.ggml_add(b.ctx, b.reshape(top, (count, 1)), zero), result)
 
 
-def split_at(sizes: Shape, axis: int) -> tuple[int, int, int]:
+def _split_at(sizes: Shape, axis: int) -> tuple[int, int, int]:
     """Return the number of elements before an axis, on it, and behind it."""
     axis %= len(sizes)
     return prod(sizes[:axis]), sizes[axis], prod(sizes[axis + 1 :])
@@ -258,10 +258,10 @@ def _lower_argmax(b: Lowering, x: GgmlTensor, *, axis: int, keepdims: bool) -> G
     sizes = tuple(reversed(list(x.ne)))
     result = reduced_shape(sizes, (axis,), keepdims)
     if b.own_kernels:
-        best = lib.pg_argmax_middle(b.ctx, b.contiguous(x), *split_at(sizes, axis))
+        best = lib.pg_argmax_middle(b.ctx, b.contiguous(x), *_split_at(sizes, axis))
         return b.reshape(best, result)
     # ggml_argmax gives any of equal elements, the last one on the CPU. So the largest are marked,
-    # the first of them with the largest number.
+    # the first of them with the largest number (numbers are exact up to 2^24).
     rows = rows_of(b, x, (axis,))
     length = rows.ne[0]
     top = b.reshape(_lower_max(b, rows, axes=(-1,), keepdims=True), (rows.ne[1], 1))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SettingError
+from ..errors import NonFiniteLossError, SettingError
 from ..optim import Optimizer
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ class History:
         return [row.get(name, float("nan")) for row in self.rows]
 
     def __repr__(self) -> str:
-        last = ", ".join(f"{name}={value:.4g}" for name, value in (self.rows or [{}])[-1].items())
-        return f"History({len(self)} epochs{'; last: ' if last else ''}{last})"
+        last = self.rows[-1].items() if self.rows else ()
+        return f"History({len(self)} epochs; {', '.join(f'{n}={v:.4g}' for n, v in last)})"
 
     def names(self) -> list[str]:
         """Return the names of the columns."""
@@ -84,7 +84,9 @@ class History:
         if not panels:
             raise SettingError("plot: the history has no rows yet")
         figure = Figure(figsize=(4.8 * len(panels), 3.6), layout="constrained")
-        for axes, name in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for axes, name in zip(
+            figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
+        ):
             for column, label in ((name, "training"), (f"val_{name}", "validation")):
                 if column in shown:
                     axes.plot(self["epoch"], self[column], marker=".", label=label)
@@ -108,7 +110,7 @@ class FitState:
     optimizer: Optimizer
     history: History
     epoch: int = 0
-    """The epoch that is running, or that has just ended; from 1."""
+    """Epochs that have ended."""
     step: int = 0
     """Batches since the run began."""
     batch: int = 0
@@ -116,17 +118,19 @@ class FitState:
     loss: float = float("nan")
     """The loss of the last batch."""
     lr: float = float("nan")
-    """The learning rate of the last update."""
+    """The learning rate of the last step."""
     updated: bool = False
-    """Whether the last batch ended in an update, and did not only fill the window."""
+    """Whether the last step was an update, and did not only fill the window."""
     stop: str | None = None
-    sums: Row = field(default_factory=dict)  # of the epoch: each number times its batch's samples
-    samples: int = 0
-    skipped: int = 0
+    """Why to end the run, once a callback wants it to."""
+    sums: Row = field(default_factory=dict)  # of the epoch: numbers times samples
+    samples: int = 0  # of the batches in the sums
+    skipped: int = 0  # steps of the epoch that were left out
+    skipped_before: int = 0  # what the optimizer had skipped before the epoch
 
     @property
     def row(self) -> Row:
-        """The numbers of the epoch that has just ended."""
+        """The numbers of the last epoch that has ended."""
         return self.history.rows[-1]
 
     def add(self, numbers: Row, samples: int) -> None:
@@ -136,19 +140,40 @@ class FitState:
         self.samples += samples
 
     def close_epoch(self) -> Row:
-        """Return the means of the epoch and start the next one's."""
-        row = {name: total / self.samples for name, total in self.sums.items()}
-        self.sums, self.samples, self.skipped, self.batch = {}, 0, 0, 0
-        return row
+        """End the epoch: return its row, as far as training knows it.
 
-    _SAVED = ("epoch", "step", "batch", "stop", "sums", "samples", "skipped")
+        Raises SettingError if there was no batch, NonFiniteLossError if all were left out.
+        """
+        self.epoch += 1
+        if not self.batch:
+            raise SettingError(
+                f"fit: epoch {self.epoch} had no batches; a generator can be looped over once: "
+                "give a DataLoader, or a list"
+            )
+        if not self.samples:
+            raise NonFiniteLossError(
+                f"fit: all {self.batch} steps of epoch {self.epoch} were left out, the last with "
+                f"loss {self.loss}; start with a smaller learning rate, or look for the operation "
+                "with ag.detect_anomaly"
+            )
+        row: Row = {"epoch": self.epoch}
+        row.update({name: total / self.samples for name, total in self.sums.items()})
+        row["lr"], row["updates"] = self.lr, self.optimizer.t
+        row["skipped"] = self.skipped + self.optimizer.skipped - self.skipped_before
+        self.sums, self.samples, self.skipped, self.batch = {}, 0, 0, 0
+        self.skipped_before = self.optimizer.skipped
+        return row
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is needed to go on from here, apart from the objects trained."""
-        return {**{name: getattr(self, name) for name in self._SAVED}, "rows": self.history.rows}
+        return {**{name: getattr(self, name) for name in _SAVED}, "rows": self.history.rows}
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
         """Go on from a state."""
-        for name in self._SAVED:
+        for name in _SAVED:
             setattr(self, name, values[name])
         self.history.rows = list(values["rows"])
+
+
+_SAVED = ("epoch", "step", "batch", "loss", "lr", "stop", "sums", "samples", "skipped",
+          "skipped_before")  # fmt: skip

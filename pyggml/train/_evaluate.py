@@ -1,0 +1,187 @@
+"""A model over a whole set of data, without gradients: losses, metrics, outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from ..autograd import no_grad
+from ..data import DataLoader, batch_length, map_arrays
+from ..errors import SettingError, ShapeError
+from ..nn import Module
+from ..tensor import Tensor, make_tensor
+
+Forward = Callable[[Any, Any], tuple[Any, Any]]
+Loss = Callable[[Any, Any], Tensor]
+Metric = Callable[[Any, Any], float]
+Metrics = Mapping[str, Metric] | Iterable[Metric] | Metric | None
+
+_COLUMNS = {"epoch", "loss", "lr", "updates", "skipped", "seconds"}
+
+
+def evaluate(
+    model: Any,
+    data: Any,
+    *,
+    loss: Loss | None = None,
+    metrics: Metrics = None,
+    forward: Forward | None = None,
+) -> dict[str, float]:
+    """Return the mean loss over data, and metrics over all of it at once, by name.
+
+    The model is in evaluation mode meanwhile. ``data`` are batches (x, y), as a DataLoader gives
+    them; loss, metrics and forward are those of fit. What metrics compare is gathered in memory.
+
+    >>> loader = pg.data.DataLoader((np.eye(3), np.arange(3)), batch_size=2)
+    >>> model = lambda x: x * 5.0
+    >>> pg.train.evaluate(model, loader, metrics=pg.train.accuracy)
+    {'accuracy': 1.0}
+    """
+    named, forward = named_metrics("evaluate", metrics), forward or forward_pair
+    total, samples = 0.0, 0
+    gathered = []
+    with mode(model, training=False), no_grad():
+        for batch in batches_of("evaluate", data):
+            count = batch_length(batch)
+            outputs, targets = forward(model, batch)
+            if loss is not None:  # computes the outputs too: they are still held
+                total += float(loss(outputs, targets).item()) * count
+            samples += count
+            if named:
+                gathered.append((as_arrays(outputs), as_arrays(targets)))
+    if not samples:
+        raise SettingError("evaluate: there is no batch in the data")
+    result = {} if loss is None else {"loss": total / samples}
+    if named:
+        whole = joined("evaluate", gathered)
+        result.update({name: float(metric(*whole)) for name, metric in named.items()})
+    return result
+
+
+def predict(model: Any, data: Any, *, forward: Callable[[Any, Any], Any] | None = None) -> Any:
+    """Return the model's outputs over data, in evaluation mode, joined along the first axis.
+
+    ``data`` are batches x or (x, y), of which y is not used; for others give ``forward``, a
+    function (model, batch) that returns the outputs.
+
+    >>> loader = pg.data.DataLoader(np.arange(3.0), batch_size=2)
+    >>> pg.train.predict(lambda x: x * 2.0, loader)
+    array([0., 2., 4.], dtype=float32)
+    """
+
+    def call(model: Any, batch: Any) -> Any:
+        inputs = batch[:-1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else (batch,)
+        return model(*tensors_of(model, inputs))
+
+    with mode(model, training=False), no_grad():
+        outputs = [as_arrays((forward or call)(model, b)) for b in batches_of("predict", data)]
+    if not outputs:
+        raise SettingError("predict: there is no batch in the data")
+    return joined("predict", outputs)
+
+
+def accuracy(outputs: np.ndarray, targets: np.ndarray) -> float:
+    """Return the share of targets that the outputs predict: a metric for classifiers.
+
+    ``outputs`` (..., classes) predict the class of the largest value, with integer ``targets``
+    (...). Outputs of the shape of the targets are logits of two classes: above 0 predicts 1.
+
+    Raises ShapeError for other shapes.
+
+    >>> pg.train.accuracy(np.array([[0.1, 0.9], [0.8, 0.2]]), np.array([1, 1]))
+    0.5
+    """
+    outputs, targets = np.asarray(outputs), np.asarray(targets)
+    if outputs.shape[:-1] == targets.shape and targets.dtype.kind in "iu":
+        return float(np.mean(outputs.argmax(axis=-1) == targets))
+    if outputs.shape == targets.shape:
+        return float(np.mean((outputs > 0) == (targets > 0.5)))
+    raise ShapeError(
+        "accuracy: needs outputs (..., classes) with integer targets (...), or two classes with "
+        f"one shape; got {outputs.shape} and {targets.shape} of {targets.dtype}"
+    )
+
+
+# ---- what fit needs as well ----------------------------------------------------------------------
+
+
+def forward_pair(model: Any, batch: Any) -> tuple[Any, Any]:
+    """Return the model's outputs for a batch (x, y), and y; all but the last are inputs."""
+    if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+        raise SettingError(
+            f"fit: a batch must be a tuple (x, y); got {type(batch).__name__}; give forward=, a "
+            "function (model, batch) that returns outputs and targets"
+        )
+    *inputs, targets = tensors_of(model, batch)
+    return model(*inputs), targets
+
+
+def tensors_of(model: Any, arrays: Iterable[Any]) -> list[Tensor]:
+    """Return arrays as tensors, where the model is."""
+    parameter = next(iter(model.parameters()), None) if isinstance(model, Module) else None
+    device = None if parameter is None else parameter.device
+    return [a if isinstance(a, Tensor) else make_tensor(a, device=device) for a in arrays]
+
+
+def batches_of(op: str, data: Any, batch_size: int = 64) -> Iterable[Any]:
+    """Return data as an iterable of batches: arrays become a loader of their own."""
+    if isinstance(data, (tuple, Mapping, np.ndarray)):
+        return DataLoader(data, batch_size=batch_size)
+    if not isinstance(data, Iterable):
+        kind = type(data).__name__
+        raise SettingError(f"{op}: needs batches, such as a DataLoader gives; got {kind}")
+    return data
+
+
+def as_arrays(values: Any) -> Any:
+    """Return NumPy arrays in the place of tensors."""
+    return map_arrays(np.asarray, tuple(values) if isinstance(values, list) else values)
+
+
+def joined(op: str, parts: list[Any]) -> Any:
+    """Return arrays of batches as arrays of all samples."""
+
+    def join(*arrays: np.ndarray) -> np.ndarray:
+        try:
+            return np.concatenate(arrays)
+        except ValueError:
+            shapes = ", ".join(map(str, dict.fromkeys(array.shape[1:] for array in arrays)))
+            raise ShapeError(
+                f"{op}: samples of all batches must have one shape to be joined; got {shapes}"
+            ) from None
+
+    return map_arrays(join, *parts)
+
+
+def named_metrics(op: str, metrics: Metrics) -> dict[str, Metric]:
+    """Return metrics by name: a function's own, where none is given."""
+    if metrics is None:
+        return {}
+    if isinstance(metrics, Mapping):
+        named = dict(metrics)
+    else:
+        functions = [metrics] if callable(metrics) else list(metrics)
+        named = {getattr(function, "__name__", ""): function for function in functions}
+        if len(named) < len(functions) or not all(named):
+            raise SettingError(f"{op}: metrics need names of their own; give a dict of functions")
+    for name in named:
+        if name in _COLUMNS or name.startswith("val_"):
+            raise SettingError(f"{op}: {name!r} is no name for a metric: a column has it; rename")
+    return named
+
+
+@contextmanager
+def mode(model: Any, *, training: bool) -> Iterator[None]:
+    """Set a module's mode for the length of a with block."""
+    modules = model.modules() if isinstance(model, Module) else []
+    before = [module.training for module in modules]
+    for module in modules:
+        module.training = training
+    try:
+        yield
+    finally:
+        for module, was in zip(modules, before, strict=True):
+            module.training = was
