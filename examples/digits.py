@@ -61,6 +61,10 @@ def parse_flags() -> argparse.Namespace:
     flag("--weight-decay", type=not_negative, default=0.1, metavar="X", help="AdamW's weight decay")
     flag("--label-smoothing", type=share, default=0.1, metavar="X",
          help="share of the target that is spread evenly over all ten digits")  # fmt: skip
+    flag("--accumulate", type=count, default=1, metavar="N",
+         help="micro-batches that a training step is split into: less memory, the same update")  # fmt: skip
+    flag("--checkpoint", action="store_true",
+         help="recompute the layers' values in the backward pass instead of keeping them")  # fmt: skip
     flag("--seed", type=seed, default=0, metavar="N",
          help="decides the split, the first weights and the order of the images")  # fmt: skip
     flag("--threads", type=count, default=pg.get_num_threads(), metavar="N", help="CPU threads")
@@ -99,11 +103,16 @@ def train(args: argparse.Namespace) -> None:
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-    model = nn.Sequential(*layers[:-1])
+    model = nn.Sequential(*layers[:-1], checkpoint_every=2 if args.checkpoint else None)
 
-    opt = optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
-    cross_entropy = partial(ag.softmax_cross_entropy, label_smoothing=args.label_smoothing)
     steps = args.epochs * math.ceil(len(x_train) / args.batch_size)
+    opt = optim.AdamW(
+        model.parameters(), lr=optim.cosine_decay(args.lr, steps=steps),
+        weight_decay=args.weight_decay, accumulate_steps=args.accumulate,
+    )  # fmt: skip
+    cross_entropy = partial(
+        ag.softmax_cross_entropy, label_smoothing=args.label_smoothing, reduction="sum"
+    )
 
     shape = "-".join(map(str, sizes))
     parameters = sum(parameter.size for parameter in model.parameters())
@@ -117,20 +126,23 @@ def train(args: argparse.Namespace) -> None:
         order = rng.permutation(len(x_train))
         for start in range(0, len(order), args.batch_size):
             batch = order[start : start + args.batch_size]
-            with ag.grad_tape():
-                loss = cross_entropy(model(ag.tensor(x_train[batch])), y_train[batch])
+            parts = np.array_split(batch, min(args.accumulate, len(batch)))
             opt.zero_grad()
-            ag.backward(loss)
-            opt.lr = args.lr * 0.5 * (1 + math.cos(math.pi * opt.t / steps))
-            opt.step()  # runs all of the above, and the update, as one graph
-            loss_sum += loss.item() * len(batch)
+            for part in parts:
+                with ag.grad_tape():
+                    loss = cross_entropy(model(ag.tensor(x_train[part])), y_train[part])
+                ag.backward(loss)
+                # Runs all of the above as one graph, and with the last part the update. The losses
+                # are sums: with count= the step divides by the images in all parts.
+                opt.step(count=len(part), flush=part is parts[-1])
+                loss_sum += loss.item()
         if not math.isfinite(loss_sum):
             sys.exit(f"digits.py: the loss is {loss_sum} in epoch {epoch}; try a smaller --lr")
 
         logits = model(ag.tensor(x_test))  # (held out, 10)
         predicted = logits.numpy().argmax(axis=1)
         fitted = model(ag.tensor(x_train)).numpy().argmax(axis=1)
-        losses = loss_sum / len(order), cross_entropy(logits, y_test).item()
+        losses = loss_sum / len(order), cross_entropy(logits, y_test).item() / len(y_test)
         accuracies = np.mean(fitted == y_train), np.mean(predicted == y_test)
         history.append([*losses, *accuracies])
 

@@ -166,6 +166,40 @@ ROWS = [
         "transpose of a transpose", lambda x: ag.transpose(ag.transpose(x, 0, 2), 0, 1), [(2, 3, 4)]
     ),
     Row("broadcast_to", lambda x: ag.broadcast_to(x, (2, 3, 4)), [(3, 1)]),
+    Row("squeeze", lambda x: ag.squeeze(x) * ag.squeeze(x, axis=1), [(2, 1, 3)]),
+    Row("unsqueeze", lambda x: ag.unsqueeze(x.T, axis=1), [(3, 4)]),
+    Row("repeat", lambda x: ag.repeat(x, 3, axis=1), [(2, 3, 2)]),
+    Row("repeat last axis", lambda x: ag.repeat(x.T, 2, axis=-1), [(2, 3, 2, 2)]),
+    Row("tile", lambda x: ag.tile(x, 3, axis=0), [(2, 3)]),
+    Row("tile last axis", lambda x: ag.tile(x.T, 2, axis=-1), [(2, 3, 2, 2)]),
+    # parts and joins
+    Row("slice", lambda x: x[1:, :2], [(3, 4)]),
+    Row("slice with steps", lambda x: x[::2, 1::3, :, 1::2], [(3, 5, 2, 4)]),
+    Row("slice of a transpose", lambda x: x.T[1:3, ::2], [(5, 4)]),
+    Row("slice of a slice", lambda x: x[:, 1::2][1, ::2], [(2, 9, 3)]),
+    Row("slice backwards", lambda x: x[::-1, 3:0:-2], [(3, 5)]),
+    Row("index with new axes", lambda x: x[..., None, -1, 1:], [(2, 3, 4)]),
+    Row("index by a list", lambda x: x[:, [0, 2, 2, -1], 1:], [(2, 4, 3)]),
+    Row("pad", lambda x: ag.pad(x, ((0, 1), (2, 0)), value=-1.5), [(2, 3)]),
+    Row("pad 4-D", lambda x: ag.pad(x.T, (1, 2)), [(2, 1, 3, 2)]),
+    Row("concat", lambda x, y: ag.concat([x, y.T, x]), [(2, 3), (3, 2)]),
+    Row("concat last axis", lambda x, y: ag.concat([x, y], axis=-1), [(2, 2, 3), (2, 2, 1)]),
+    Row("concat of many", lambda x: ag.concat([x * n for n in range(19)], axis=1), [(2, 2, 2)]),
+    Row("stack", lambda x, y: ag.stack([x, y * y], axis=1), [(2, 3, 2), (2, 3, 2)]),
+    Row("split", lambda x: ag.split(x, 2)[1] * ag.split(x, (1, 2, 1))[1], [(4, 3)]),
+    Row("take", ag.take, [(4, 3), (5,)], [normal, labels(4)]),
+    Row(
+        "take middle axis",
+        lambda x, i: ag.take(x, i, axis=1),
+        [(2, 4, 3), (2, 5)],
+        [normal, labels(4)],
+    ),
+    Row(
+        "take last axis", lambda x, i: ag.take(x.T, i, axis=-1), [(4, 3), (6,)], [normal, labels(4)]
+    ),
+    Row("embedding", ag.embedding, [(4, 3), (2, 6)], [normal, labels(4)]),
+    Row("flip", lambda x: ag.flip(x, axis=(0, -1)), [(2, 3, 4)]),
+    Row("one_hot", lambda i, x: ag.one_hot(i, 5) * x, [(2, 3), (5,)], [labels(5), normal]),
     # reductions
     Row("sum", ag.sum, [(3, 4)]),
     Row("sum of many", lambda x: ag.sum(ag.broadcast_to(x, (1024, 64)) * x), [(64,)]),
@@ -253,6 +287,59 @@ ROWS = [
         lambda x, w, b, mean, var: ag.batch_norm(x, w, b, running_mean=mean, running_var=var),
         [(2, 3, 4), (3,), (3,), (3,), (3,)],
         [normal, normal, normal, normal, positive],
+    ),
+    # convolution and pooling
+    Row("conv2d", ag.conv2d, [(2, 3, 5, 6), (4, 3, 3, 2), (4,)]),
+    Row("conv2d pointwise", ag.conv2d, [(2, 3, 2, 3), (4, 3, 1, 1)]),
+    Row(
+        "conv2d with all settings",
+        lambda x, w, b: ag.conv2d(
+            x, w, b, stride=(2, 1), padding=(1, 3), dilation=(1, 2), groups=2
+        ),
+        [(2, 4, 5, 6), (4, 2, 3, 2), (4,)],
+    ),
+    Row(
+        "conv2d with strides that leave a rest",
+        lambda x, w: ag.conv2d(x, w, stride=3, padding=2),
+        [(1, 1, 6, 9), (2, 1, 2, 4)],
+    ),
+    Row(
+        "conv2d depthwise",
+        lambda x, w: ag.conv2d(x, w, padding=1, groups=3),
+        [(2, 3, 4, 4), (6, 1, 3, 3)],
+    ),
+    Row("conv2d of many small images", ag.conv2d, [(20, 2, 3, 3), (3, 2, 2, 2), (3,)]),
+    Row("conv2d of many channels", ag.conv2d, [(2, 130, 2, 3), (2, 130, 2, 2)]),
+    Row(
+        "conv2d of strided operands",
+        lambda x, w: ag.conv2d(x.T, w[:, ::2, ::-1]),
+        [(4, 3, 2, 2), (3, 4, 2, 2)],
+    ),
+    Row("conv1d", ag.conv1d, [(2, 3, 7), (4, 3, 3), (4,)]),
+    Row(
+        "conv1d with all settings",
+        lambda x, w: ag.conv1d(x, w, stride=2, padding=2, dilation=2, groups=2),
+        [(2, 4, 7), (2, 2, 3)],
+    ),
+    Row("conv_transpose2d", ag.conv_transpose2d, [(2, 3, 3, 4), (3, 2, 2, 3), (2,)]),
+    Row(
+        "conv_transpose2d with all settings",
+        lambda x, w: ag.conv_transpose2d(
+            x, w, stride=(2, 3), padding=(1, 2), output_padding=(1, 2), dilation=(2, 1), groups=2
+        ),
+        [(2, 4, 3, 2), (4, 1, 2, 3)],
+    ),
+    Row("max_pool2d", lambda x: ag.max_pool2d(x, 2), [(2, 2, 4, 5)]),
+    Row(
+        "max_pool2d with all settings",
+        lambda x: ag.max_pool2d(x.T, (3, 2), stride=(2, 1), padding=1),
+        [(4, 5, 2, 2)],
+    ),
+    Row("avg_pool2d", lambda x: ag.avg_pool2d(x, 2), [(2, 2, 4, 5)]),
+    Row(
+        "avg_pool2d with all settings",
+        lambda x: ag.avg_pool2d(x.T, (3, 2), stride=(2, 1), padding=1),
+        [(4, 5, 2, 2)],
     ),
     # attention
     Row("rope", ag.rope, [(2, 3, 2, 6)]),

@@ -393,6 +393,78 @@ MISTAKES = {
         "ShapeError",
         "outer: needs two vectors; got (2, 2) and (1,)",
     ),
+    "a fifth axis": (
+        "ag.unsqueeze(ag.tensor(np.ones((1, 1, 1, 1))), axis=0)",
+        "ShapeError",
+        "unsqueeze: at most 4 dimensions",
+    ),
+    "an index out of range": (
+        "ag.tensor([1.0, 2.0])[2]",
+        "IndexRangeError",
+        "index: 2 is out of range for axis 0 of size 2",
+    ),
+    "an empty slice": ("ag.param([1.0, 2.0])[2:]", "ShapeError", "2: leaves nothing of axis 0"),
+    "negative padding": ("ag.pad(ag.tensor([1.0]), -1)", "ShapeError", "must not be negative"),
+    "concat of other sizes": (
+        "ag.concat([np.ones((2, 3)), np.ones((2, 4))])",
+        "ShapeError",
+        "concat: shapes must be equal except along axis -2; got (2, 3) and (2, 4)",
+    ),
+    "concat of two types": (
+        "ag.concat([ag.tensor([1.0]), ag.tensor([1])])",
+        "DTypeError",
+        "concat: dtypes must be equal; got float32 and int32",
+    ),
+    "an embedding of no such row": (
+        "ag.embedding(ag.param(np.ones((4, 2))), [0, 999999])",
+        "IndexRangeError",
+        "embedding: indices must be in [0, 4); got 999999",
+    ),
+    "a kernel larger than the image": (
+        "ag.conv2d(np.ones((1, 1, 3, 3)), np.ones((1, 1, 3, 5)))",
+        "ShapeError",
+        "conv2d: the kernel must fit into the padded input; it covers (3, 5) of (3, 3)",
+    ),
+    "a dilated kernel larger than the sequence": (
+        "ag.conv1d(np.ones((1, 1, 4)), np.ones((1, 1, 3)), dilation=2)",
+        "ShapeError",
+        "conv1d: the kernel must fit into the padded input; it covers (5,) of (4,)",
+    ),
+    "channels that do not fit the kernel": (
+        "ag.conv2d(np.ones((1, 3, 3, 3)), np.ones((4, 2, 3, 3)), groups=2)",
+        "ShapeError",
+        "with groups=2 needs 4 channels",
+    ),
+    "outputs that groups do not divide": (
+        "ag.conv2d(np.ones((1, 4, 3, 3)), np.ones((3, 2, 3, 3)), groups=2)",
+        "ShapeError",
+        "a multiple of 2 as its first size",
+    ),
+    "a bias of another size": (
+        "ag.conv2d(np.ones((1, 1, 3, 3)), np.ones((2, 1, 3, 3)), np.ones(1))",
+        "ShapeError",
+        "conv2d: bias must have shape (2,); got (1,)",
+    ),
+    "a stride of zero": (
+        "ag.conv2d(np.ones((1, 1, 3, 3)), np.ones((1, 1, 3, 3)), stride=(1, 0))",
+        "SettingError",
+        "conv2d: stride must be at least 1",
+    ),
+    "a transposed convolution that leaves nothing": (
+        "ag.conv_transpose2d(np.ones((1, 1, 1, 1)), np.ones((1, 1, 3, 3)), padding=2)",
+        "ShapeError",
+        "leaves nothing of the result",
+    ),
+    "a window larger than the image": (
+        "ag.max_pool2d(np.ones((1, 1, 3, 3)), 4)",
+        "ShapeError",
+        "max_pool2d: the kernel must fit",
+    ),
+    "padding beyond half a window": (
+        "ag.avg_pool2d(np.ones((1, 1, 3, 3)), 2, padding=2)",
+        "SettingError",
+        "padding must be at most half of the kernel",
+    ),
     "backward of a constant": (
         "ag.backward(ag.tensor(1.0))",
         "GradError",

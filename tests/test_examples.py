@@ -112,6 +112,14 @@ def test_digits_with_one_seed_gives_the_same_bits(tmp_path: Path) -> None:
     assert runs[0][0] != runs[2][0]
 
 
+def test_digits_learns_the_same_in_checkpointed_micro_batches(tmp_path: Path) -> None:
+    results = []
+    for flags in ([], ["--accumulate", 4, "--checkpoint"]):
+        printed = run_digits(tmp_path, "--epochs", 2, *flags)
+        results.append([float(number) for number in re.findall(r"loss ([\d.]+)", printed)])
+    assert results[1] == pytest.approx(results[0], rel=1e-4)
+
+
 def test_digits_takes_its_flags(tmp_path: Path) -> None:
     flags = ["--epochs", 2, "--batch-size", 500, "--hidden", 32, "--lr", 0.01, "--weight-decay", 0]
     flags += ["--label-smoothing", 0, "--device", "reference"]

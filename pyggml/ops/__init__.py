@@ -16,6 +16,7 @@ from .activation import (
 )
 from .attention import rope, scaled_dot_product_attention
 from .comparison import clamp, equal, greater, less, maximum, minimum, step, where
+from .convolution import conv1d, conv2d, conv_transpose2d
 from .dropout import dropout, rand, randn
 from .elementwise import (
     abs,
@@ -34,6 +35,7 @@ from .elementwise import (
     sin,
     sub,
 )
+from .indexing import embedding, flip, index, one_hot, take
 from .linear import matmul, outer
 from .loss import (
     binary_cross_entropy_with_logits,
@@ -46,9 +48,11 @@ from .loss import (
     softmax_cross_entropy,
 )
 from .normalization import batch_norm, batch_statistics, group_norm, layer_norm, rms_norm
+from .pooling import avg_pool2d, max_pool2d
 from .power import pow, sqr, sqrt
 from .reduction import argmax, logsumexp, max, mean, min, norm, std, sum, sum_to, var
-from .shaping import broadcast_to, permute, reshape, transpose
+from .shaping import broadcast_to, permute, repeat, reshape, squeeze, tile, transpose, unsqueeze
+from .slicing import concat, pad, split, stack
 from .softmax import log_softmax, softmax
 
 __all__ = [
@@ -57,19 +61,26 @@ __all__ = [
     "affine",
     "argmax",
     "astype",
+    "avg_pool2d",
     "batch_norm",
     "batch_statistics",
     "binary_cross_entropy_with_logits",
     "broadcast_to",
     "clamp",
+    "concat",
+    "conv1d",
+    "conv2d",
+    "conv_transpose2d",
     "cos",
     "cross_entropy",
     "detach",
     "div",
     "dropout",
     "elu",
+    "embedding",
     "equal",
     "exp",
+    "flip",
     "full",
     "gelu",
     "greater",
@@ -77,6 +88,7 @@ __all__ = [
     "hardsigmoid",
     "hardswish",
     "huber_loss",
+    "index",
     "kl_div",
     "l1_loss",
     "layer_norm",
@@ -87,6 +99,7 @@ __all__ = [
     "logsumexp",
     "matmul",
     "max",
+    "max_pool2d",
     "maximum",
     "mean",
     "min",
@@ -96,12 +109,15 @@ __all__ = [
     "neg",
     "nll_loss",
     "norm",
+    "one_hot",
     "outer",
+    "pad",
     "permute",
     "pow",
     "rand",
     "randn",
     "relu",
+    "repeat",
     "reshape",
     "rms_norm",
     "rope",
@@ -113,16 +129,22 @@ __all__ = [
     "softmax",
     "softmax_cross_entropy",
     "softplus",
+    "split",
     "sqr",
     "sqrt",
+    "squeeze",
+    "stack",
     "std",
     "step",
     "sub",
     "sum",
     "sum_to",
     "swiglu",
+    "take",
     "tanh",
+    "tile",
     "transpose",
+    "unsqueeze",
     "update",
     "var",
     "where",

@@ -1,4 +1,7 @@
-"""Integer labels: their checks, and the two ops that losses make of them. -1 means ignored."""
+"""Integer labels and indices: their checks, and the two ops that losses make of labels.
+
+A label of -1 is ignored.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from .._ffi import lib
+from ..device import Device
 from ..dtypes import float32, int32
 from ..errors import DTypeError, IndexRangeError
 from ..graph import Op, Spec
@@ -14,6 +18,51 @@ from ..tensor import Tensor, TensorLike, make_tensor, record
 from .elementwise import mul
 from .rules import need_floats
 from .shaping import reshape
+
+
+def checked_indices(
+    op: str,
+    indices: TensorLike | ArrayLike,
+    size: int,
+    device: Device | str | None,
+    *,
+    what: str = "indices",
+) -> Tensor:
+    """Return indices as an int32 tensor, having read them: the kernels trust that they fit.
+
+    Raises DTypeError unless they are integers, IndexRangeError if one is outside [0, size).
+    """
+    if not isinstance(indices, Tensor):
+        array = _integers(op, indices, what)
+        indices = make_tensor(array, dtype=int32, device=device, op=op)
+    if indices._at[1].dtype is not int32:
+        raise DTypeError(f"{op}: {what} must be integers; got a tensor of {indices.dtype}")
+    low, high = index_range(indices)
+    if low < 0 or high >= size:
+        raise _out_of_range(op, what, low if low < 0 else high, size)
+    return indices
+
+
+def index_range(indices: Tensor) -> tuple[int, int]:
+    """Return the smallest and the largest element of an int32 tensor, computing it if pending."""
+    source = indices._materialized()
+    if source.label_range is None:
+        source.label_range = source.device.integer_range(source)
+    return source.label_range
+
+
+def _integers(op: str, values: TensorLike | ArrayLike, what: str) -> np.ndarray:
+    array = np.asarray(values)
+    if array.dtype.kind not in "iu":
+        raise DTypeError(
+            f"{op}: {what} must be integers; got {array.dtype}; use .astype(np.int32) if they are "
+            "whole"
+        )
+    return array
+
+
+def _out_of_range(op: str, what: str, wrong: int, size: int) -> IndexRangeError:
+    return IndexRangeError(f"{op}: {what} must be in [0, {size}); got {wrong}")
 
 
 def integer_labels(
@@ -28,35 +77,14 @@ def integer_labels(
 
     Raises DTypeError unless they are integers, IndexRangeError if one is outside [0, classes).
     """
-    if not isinstance(labels, Tensor) or ignore_index is not None:
-        array = np.asarray(labels)
-        if array.dtype.kind not in "iu":
-            raise DTypeError(
-                f"{op}: labels must be integers; got {array.dtype}; use .astype(np.int32) if they "
-                "are whole"
-            )
-        if ignore_index is not None:
-            ignored = array == ignore_index
-            wrong = array[~ignored & ((array < 0) | (array >= classes))]
-            if wrong.size:
-                raise _out_of_range(op, wrong[0], classes)
-            array = np.where(ignored, -1, array)
-        labels = make_tensor(array, dtype=int32, device=like.device, op=op)
-        if ignore_index is not None:
-            return labels
-    if labels._at[1].dtype is not int32:
-        raise DTypeError(f"{op}: labels must be integers; got a tensor of {labels.dtype}")
-    source = labels._materialized()
-    if source.label_range is None:
-        source.label_range = source.device.integer_range(source)
-    low, high = source.label_range
-    if low < 0 or high >= classes:
-        raise _out_of_range(op, low if low < 0 else high, classes)
-    return labels
-
-
-def _out_of_range(op: str, label: int, classes: int) -> IndexRangeError:
-    return IndexRangeError(f"{op}: labels must be in [0, {classes}); got {label}")
+    if ignore_index is None:
+        return checked_indices(op, labels, classes, like.device, what="labels")
+    array = _integers(op, labels, "labels")
+    ignored = array == ignore_index
+    wrong = array[~ignored & ((array < 0) | (array >= classes))]
+    if wrong.size:
+        raise _out_of_range(op, "labels", wrong[0], classes)
+    return make_tensor(np.where(ignored, -1, array), dtype=int32, device=like.device, op=op)
 
 
 def lower_label_numbers(b: Lowering, labels: GgmlTensor) -> GgmlTensor:
@@ -99,7 +127,7 @@ def _pick_shape(x: Spec, labels: Spec) -> Spec:
 def _lower_pick(b: Lowering, x: GgmlTensor, labels: GgmlTensor) -> GgmlTensor:
     x = b.contiguous(x)
     if b.own_kernels:
-        return lib.pg_pick(b.ctx, x, labels)
+        return lib.pg_pick(b.ctx, x, b.contiguous(labels))
     rows, classes = x.ne[1], x.ne[0]
     # where there is no label, look up the largest element, which is not -inf, and multiply by 0
     numbers = lower_label_numbers(b, labels)

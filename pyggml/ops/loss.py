@@ -109,7 +109,7 @@ def _lower_cross_entropy(
 ) -> GgmlTensor:
     x = b.contiguous(x)
     if b.own_kernels:
-        return lib.pg_cross_entropy(b.ctx, x, labels, smoothing)
+        return lib.pg_cross_entropy(b.ctx, x, b.contiguous(labels), smoothing)
     log_p = LOG_SOFTMAX.lower(b, x)
     loss = lib.ggml_scale(b.ctx, PICK.lower(b, log_p, labels), smoothing - 1.0)
     if not smoothing:
@@ -154,7 +154,7 @@ def _lower_cross_entropy_back(
 ) -> GgmlTensor:
     g, x = b.contiguous(g), b.contiguous(x)
     if b.own_kernels:
-        return lib.pg_cross_entropy_back(b.ctx, g, x, labels, smoothing)
+        return lib.pg_cross_entropy_back(b.ctx, g, x, b.contiguous(labels), smoothing)
     classes, rows = x.ne[0], x.ne[1]
     target = ONE_HOT.lower(b, labels, classes=classes)
     if smoothing:

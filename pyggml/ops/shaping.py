@@ -8,11 +8,12 @@ from math import prod
 import numpy as np
 
 from .._ffi import lib
+from ..checks import positive_integer
 from ..errors import DTypeError, ShapeError
 from ..graph import MAX_DIMS, Op, Shape, Spec
 from ..lowering import GgmlTensor, Lowering
 from ..tensor import Tensor, TensorLike, as_tensor, pending, record
-from .rules import broadcast_shapes, check_ndim, normalize_axis
+from .rules import broadcast_shapes, check_ndim, normalize_axes, normalize_axis
 
 # ---- reshape -------------------------------------------------------------------------------------
 
@@ -165,3 +166,71 @@ def broadcast_to(x: TensorLike, shape: Sequence[int]) -> Tensor:
     if any(size < 1 for size in wanted):
         raise ShapeError(f"broadcast_to: sizes must be positive; got {wanted}")
     return x if wanted == x.shape else record(BROADCAST_TO, x, shape=wanted)
+
+
+# ---- squeeze, unsqueeze, repeat, tile: reshapes and broadcasts -----------------------------------
+
+
+def squeeze(x: TensorLike, *, axis: int | Sequence[int] | None = None) -> Tensor:
+    """Return x without axes of size 1: those named, or all of them.
+
+    Raises ShapeError if a named axis has another size.
+
+    >>> ag.squeeze([[[1.0], [2.0]]]).shape, ag.squeeze([[[1.0], [2.0]]], axis=0).shape
+    ((2,), (2, 1))
+    """
+    x = as_tensor(x, op="squeeze", dtype=None)
+    sizes = list(enumerate(x.shape, start=-x.ndim))
+    if axis is None:
+        return reshape(x, [size for _, size in sizes if size != 1])
+    axes = normalize_axes("squeeze", axis, x.ndim)
+    if any(size != 1 for i, size in sizes if i in axes):
+        raise ShapeError(f"squeeze: axes must have size 1; got axes {axes} of shape {x.shape}")
+    return reshape(x, [size for i, size in sizes if i not in axes])
+
+
+def unsqueeze(x: TensorLike, *, axis: int) -> Tensor:
+    """Return x with a new axis of size 1, which stands at the given place in the result.
+
+    >>> ag.unsqueeze([1.0, 2.0], axis=0).shape, ag.unsqueeze([1.0, 2.0], axis=-1).shape
+    ((1, 2), (2, 1))
+    """
+    x = as_tensor(x, op="unsqueeze", dtype=None)
+    check_ndim("unsqueeze", (*x.shape, 1))
+    sizes = list(x.shape)
+    sizes.insert(normalize_axis("unsqueeze", axis, x.ndim + 1) + x.ndim + 1, 1)
+    return reshape(x, sizes)
+
+
+def repeat(x: TensorLike, repeats: int, *, axis: int) -> Tensor:
+    """Return x with each entry along an axis repeated in place, as numpy.repeat does.
+
+    >>> ag.repeat([1.0, 2.0], 2, axis=0).numpy()
+    array([1., 1., 2., 2.], dtype=float32)
+    """
+    x = as_tensor(x, op="repeat", dtype=None)
+    before, size, after = _around("repeat", x, axis)
+    count = positive_integer("repeat", "repeats", repeats)
+    inner = prod(after)
+    copies = broadcast_to(reshape(x, (-1, 1, inner)), (prod(before) * size, count, inner))
+    return reshape(copies, (*before, size * count, *after))
+
+
+def tile(x: TensorLike, repeats: int, *, axis: int) -> Tensor:
+    """Return that many copies of x, one after the other along an axis.
+
+    >>> ag.tile([1.0, 2.0], 2, axis=0).numpy()
+    array([1., 2., 1., 2.], dtype=float32)
+    """
+    x = as_tensor(x, op="tile", dtype=None)
+    before, size, after = _around("tile", x, axis)
+    count = positive_integer("tile", "repeats", repeats)
+    inner = size * prod(after)
+    copies = broadcast_to(reshape(x, (-1, 1, inner)), (prod(before), count, inner))
+    return reshape(copies, (*before, size * count, *after))
+
+
+def _around(op: str, x: Tensor, axis: int) -> tuple[Shape, int, Shape]:
+    """Return the sizes before an axis, its own, and those after it."""
+    i = normalize_axis(op, axis, x.ndim) + x.ndim
+    return x.shape[:i], x.shape[i], x.shape[i + 1 :]

@@ -20,7 +20,7 @@
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 
-enum { FIRST_FREE_PARAM = 8 }; /* index into op_params, in 4-byte units */
+enum { FIRST_FREE_PARAM = 6 }; /* index into op_params, in 4-byte units; 10 are free */
 enum { CACHE_LINE = 16 };      /* in floats */
 
 static inline void set_param_f32(struct ggml_tensor * node, int i, float value) {

@@ -112,6 +112,46 @@ struct ggml_tensor * pg_max_middle(
 struct ggml_tensor * pg_argmax_middle(
     struct ggml_context * ctx, struct ggml_tensor * x, int64_t outer, int64_t middle, int64_t inner);
 
+/* Copies to other places. Axes count from the last, as in ggml; every int64_t array has four entries in that order.
+ * pg_pad sets x, spread to every step-th element, into a tensor of sizes ne full of value; before is where x starts. x may have
+ * any strides; the others take contiguous tensors. */
+struct ggml_tensor * pg_pad(
+    struct ggml_context * ctx, struct ggml_tensor * x, const int64_t * ne, const int64_t * before, const int64_t * step,
+    float value);
+/* Up to 9 tensors of one element type, joined along an axis. */
+struct ggml_tensor * pg_concat(struct ggml_context * ctx, struct ggml_tensor ** parts, int n, int axis);
+/* The entries of x along an axis that int32 indices (count,) name; and its gradient: each entry of grad is added to the place
+ * that its index names among `size`, in the order of the indices, so that any number of threads gives the same bits. */
+struct ggml_tensor * pg_take(struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * indices, int axis);
+struct ggml_tensor * pg_scatter(
+    struct ggml_context * ctx, struct ggml_tensor * grad, struct ggml_tensor * indices, int axis, int64_t size);
+
+/* Convolution of x (images, channels, h, w) with a weight (o, channels / groups, kh, kw) to (images, o, oh, ow), plus a bias (o,)
+ * or NULL; its gradient in x (h, w), which is the transposed convolution of grad; and that in the weight (kh, kw). Settings:
+ * stride, padding and dilation, each for h and w, then groups. */
+struct ggml_tensor * pg_conv2d(
+    struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * weight, struct ggml_tensor * bias, int64_t oh,
+    int64_t ow, const int32_t * settings);
+struct ggml_tensor * pg_conv2d_input(
+    struct ggml_context * ctx, struct ggml_tensor * grad, struct ggml_tensor * weight, int64_t h, int64_t w,
+    const int32_t * settings);
+struct ggml_tensor * pg_conv2d_weight(
+    struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * grad, int64_t kh, int64_t kw,
+    const int32_t * settings);
+
+/* For each window of each plane of x, the element of `values` where x is largest (the first such place, or the first NaN); and the
+ * gradient in the values: grad added to those places. Settings: kernel, stride and padding, each for h and w. */
+struct ggml_tensor * pg_max_pool(
+    struct ggml_context * ctx, struct ggml_tensor * values, struct ggml_tensor * x, int64_t oh, int64_t ow,
+    const int32_t * settings);
+struct ggml_tensor * pg_max_pool_back(
+    struct ggml_context * ctx, struct ggml_tensor * grad, struct ggml_tensor * x, const int32_t * settings);
+/* The mean of each window, padding counting as zeros; and its gradient in x (h, w). */
+struct ggml_tensor * pg_avg_pool(
+    struct ggml_context * ctx, struct ggml_tensor * x, int64_t oh, int64_t ow, const int32_t * settings);
+struct ggml_tensor * pg_avg_pool_back(
+    struct ggml_context * ctx, struct ggml_tensor * grad, int64_t h, int64_t w, const int32_t * settings);
+
 /* One AdamW update in place. hyper holds lr, beta1, beta2, epsilon, weight decay, 1 / (1 - beta1^t), 1 / (1 - beta2^t). */
 struct ggml_tensor * pg_adamw(
     struct ggml_context * ctx, struct ggml_tensor * parameter, struct ggml_tensor * grad, struct ggml_tensor * m,

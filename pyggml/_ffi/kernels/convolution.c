@@ -1,0 +1,410 @@
+/* Convolutions as matrix products (im2col), one tile at a time: the unfolded input never exists as a whole.
+ *
+ * x (images, channels, h, w) * weight (o, channels / groups, kh, kw) = y (images, o, oh, ow). In one group, the unfolded input
+ * has a row for each (channel, i, j) of the kernel and a column for each output position of each image; y = weight @ unfolded.
+ * A tile is some of its rows by some of its columns: part of one image, or several small ones. */
+
+#include <stdlib.h>
+
+#include "common.h"
+#include "cblas.h"
+
+enum {
+    TILE_FLOATS = 1 << 17, /* stays in the second-level cache */
+    TILE_ROWS   = 512,
+    FEW_COLUMNS = 128, /* an image with fewer shares a tile with others, or the product is too narrow */
+    LEAST_ROWS  = 16,  /* fewer are not worth a task of their own */
+    FEW_WEIGHTS = 32,  /* sgemm's preparations take longer than the product */
+    LANES       = 16,
+};
+
+struct conv {
+    int64_t images, channels, h, w;
+    int64_t o, kh, kw, oh, ow;
+    int64_t stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w, groups;
+    /* and what follows from them */
+    int64_t rows;      /* of the unfolded input, in one group */
+    int64_t columns;   /* of one image */
+    int64_t o_group;   /* outputs of one group */
+    bool    pointwise; /* the unfolded input is the input */
+};
+
+static struct conv conv_of(
+    const struct ggml_tensor * x, const struct ggml_tensor * weight, const struct ggml_tensor * y,
+    const struct ggml_tensor * node) {
+    struct conv v = {
+        .images = x->ne[3], .channels = x->ne[2], .h = x->ne[1], .w = x->ne[0], .o = weight->ne[3], .kh = weight->ne[1],
+        .kw = weight->ne[0], .oh = y->ne[1], .ow = y->ne[0], .stride_h = get_param_i32(node, 0),
+        .stride_w = get_param_i32(node, 1), .pad_h = get_param_i32(node, 2), .pad_w = get_param_i32(node, 3),
+        .dilation_h = get_param_i32(node, 4), .dilation_w = get_param_i32(node, 5), .groups = get_param_i32(node, 6)};
+    v.rows      = v.channels / v.groups * v.kh * v.kw;
+    v.columns   = v.oh * v.ow;
+    v.o_group   = v.o / v.groups;
+    v.pointwise = v.kh * v.kw == 1 && v.h == v.oh && v.w == v.ow && v.stride_h == 1 && v.stride_w == 1 && v.pad_h == 0 &&
+                  v.pad_w == 0;
+    return v;
+}
+
+static void set_conv(struct ggml_tensor * node, const int32_t * settings) {
+    for (int i = 0; i < 7; i++) {
+        set_param_i32(node, i, settings[i]);
+    }
+}
+
+/* ---- tiles ---- */
+
+/* Output positions [low, high) of a row whose input exists under column j of the kernel; the others see padding. */
+struct range {
+    int64_t low, high;
+};
+
+static struct range inside(const struct conv * v, int64_t j) {
+    const int64_t ix = j * v->dilation_w - v->pad_w, stride = v->stride_w;
+    const int64_t high = ix >= v->w ? 0 : MIN((v->w - 1 - ix) / stride + 1, v->ow);
+    return (struct range) {ix < 0 ? MIN((-ix + stride - 1) / stride, high) : 0, high};
+}
+
+/* Unfold rows [row, row_end) and columns [first, last) of a group's input into a tile, or, to fold, add a tile to the places
+ * that its elements come from. x is the group's first channel in the first image. */
+static inline void walk(
+    const struct conv * v, float * restrict x, int64_t row, int64_t row_end, int64_t first, int64_t last,
+    float * restrict tile, bool to_tile) {
+    const int64_t first_image = first / v->columns, first_y = first % v->columns / v->ow, first_x = first % v->ow;
+    const int64_t stride = v->stride_w;
+    for (; row < row_end; row++) {
+        const int64_t i = row / v->kw % v->kh, j = row % v->kw;
+        const struct range whole = inside(v, j);
+        float * channel = x + (first_image * v->channels + row / (v->kh * v->kw)) * v->h * v->w + j * v->dilation_w - v->pad_w;
+        int64_t ox = first_x, oy = first_y;
+        for (int64_t column = first; column < last;) {
+            const int64_t n = MIN(v->ow - ox, last - column), iy = oy * v->stride_h - v->pad_h + i * v->dilation_h;
+            const bool exists = iy >= 0 && iy < v->h;
+            const int64_t low = exists ? MIN(MAX(whole.low - ox, 0), n) : n;
+            const int64_t high = exists ? MAX(MIN(whole.high - ox, n), low) : n;
+            float * place = channel + iy * v->w + ox * stride;
+            if (to_tile) {
+                for (int64_t t = 0; t < low; t++) {
+                    tile[t] = 0.0f;
+                }
+                if (stride == 1) {
+                    memcpy(tile + low, place + low, (high - low) * sizeof(float));
+                } else {
+                    for (int64_t t = low; t < high; t++) {
+                        tile[t] = place[t * stride];
+                    }
+                }
+                for (int64_t t = high; t < n; t++) {
+                    tile[t] = 0.0f;
+                }
+            } else if (stride == 1) {
+                for (int64_t t = low; t < high; t++) {
+                    place[t] += tile[t];
+                }
+            } else {
+                for (int64_t t = low; t < high; t++) {
+                    place[t * stride] += tile[t];
+                }
+            }
+            tile += n;
+            column += n;
+            ox = 0;
+            if (++oy == v->oh) {
+                oy = 0;
+                channel += v->channels * v->h * v->w;
+            }
+        }
+    }
+}
+
+static void unfold(
+    const struct conv * v, const float * x, int64_t row, int64_t row_end, int64_t first, int64_t last, float * tile) {
+    walk(v, (float *) x, row, row_end, first, last, tile, true);
+}
+
+static void fold(
+    const struct conv * v, float * x, int64_t row, int64_t row_end, int64_t first, int64_t last, float * tile) {
+    walk(v, x, row, row_end, first, last, tile, false);
+}
+
+/* Copy a block of y, outputs [o, o_end) by columns [first, last), between its place and a tile of its own. */
+static void copy_block(
+    const struct conv * v, float * y, int64_t o, int64_t o_end, int64_t first, int64_t last, float * tile, bool to_tile) {
+    for (; o < o_end; o++) {
+        for (int64_t column = first; column < last;) {
+            const int64_t image = column / v->columns, within = column % v->columns;
+            const int64_t n = MIN(v->columns - within, last - column);
+            float * place = y + (image * v->o + o) * v->columns + within;
+            memcpy(to_tile ? tile : place, to_tile ? place : tile, n * sizeof(float));
+            tile += n;
+            column += n;
+        }
+    }
+}
+
+/* How many columns tiles of so many rows have: part of an image, or several whole ones if they are small. */
+static int64_t tile_columns(const struct conv * v, int64_t rows) {
+    const int64_t most = MAX(TILE_FLOATS / rows / CACHE_LINE * CACHE_LINE, CACHE_LINE);
+    if (v->columns >= FEW_COLUMNS || most < 2 * v->columns) {
+        return MIN(most, v->columns);
+    }
+    return MIN(most / v->columns, v->images) * v->columns;
+}
+
+/* The same, or less, so that nth workers get equally many tiles, of which there are `kinds` for the same columns. */
+static int64_t shared_columns(const struct conv * v, int64_t width, int64_t kinds, int nth) {
+    const int64_t workers = kinds % nth == 0 ? 1 : nth; /* that share the columns of one kind */
+    if (width > v->columns) {
+        const int64_t most = width / v->columns, tiles = (v->images + most - 1) / most;
+        const int64_t even = MIN((tiles + workers - 1) / workers * workers, v->images);
+        return (v->images + even - 1) / even * v->columns;
+    }
+    const int64_t share = (v->images * v->columns + workers - 1) / workers;
+    return MIN(width, (share + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE);
+}
+
+/* Where a tile that starts at a column ends: with its image, if it began within one. */
+static int64_t tile_end(const struct conv * v, int64_t first, int64_t width) {
+    const int64_t limit = width > v->columns ? v->images * v->columns : (first / v->columns + 1) * v->columns;
+    return MIN(first + width, limit);
+}
+
+/* The sum of the products of two vectors, in LANES sums that compilers keep in registers. */
+static float dot(const float * restrict a, const float * restrict b, int64_t n) {
+    float sums[LANES] = {0}, total = 0.0f;
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        for (int64_t lane = 0; lane < LANES; lane++) {
+            sums[lane] += a[i + lane] * b[i + lane];
+        }
+    }
+    for (int64_t lane = 0; lane < LANES; lane++) {
+        total += sums[lane];
+    }
+    for (; i < n; i++) {
+        total += a[i] * b[i];
+    }
+    return total;
+}
+
+/* c = a @ b, or c += a @ b, as in sgemm; for the few weights of one channel sgemm's preparations take longer than the work. */
+static void product(
+    enum CBLAS_TRANSPOSE trans_a, enum CBLAS_TRANSPOSE trans_b, int64_t m, int64_t n, int64_t k, const float * a, int64_t lda,
+    const float * b, int64_t ldb, bool add, float * c, int64_t ldc) {
+    if (trans_b == CblasTrans && m * n <= FEW_WEIGHTS) {
+        for (int64_t i = 0; i < m; i++) {
+            for (int64_t j = 0; j < n; j++) {
+                c[i * ldc + j] = (add ? c[i * ldc + j] : 0.0f) + dot(a + i * lda, b + j * ldb, k);
+            }
+        }
+    } else if (trans_b == CblasNoTrans && m * k <= FEW_WEIGHTS) {
+        for (int64_t i = 0; i < m; i++) {
+            float * restrict row = c + i * ldc;
+            for (int64_t l = 0; l < k; l++) {
+                const float weight = trans_a == CblasNoTrans ? a[i * lda + l] : a[l * lda + i];
+                const float * restrict column = b + l * ldb;
+                if (l == 0 && !add) {
+                    for (int64_t j = 0; j < n; j++) {
+                        row[j] = weight * column[j];
+                    }
+                } else {
+                    for (int64_t j = 0; j < n; j++) {
+                        row[j] += weight * column[j];
+                    }
+                }
+            }
+        }
+    } else {
+        scipy_cblas_sgemm(
+            CblasRowMajor, trans_a, trans_b, (blasint) m, (blasint) n, (blasint) k, 1.0f, a, (blasint) lda, b, (blasint) ldb,
+            add ? 1.0f : 0.0f, c, (blasint) ldc);
+    }
+}
+
+/* ---- y = x * weight + bias ---- */
+
+static void fill_rows(float * y, int64_t ld, const float * values, int64_t rows, int64_t n) {
+    for (int64_t i = 0; i < rows; i++) {
+        for (int64_t j = 0; j < n; j++) {
+            y[i * ld + j] = values[i];
+        }
+    }
+}
+
+static void run_conv2d(struct ggml_tensor * dst, int ith, int nth, void * unused) {
+    (void) unused;
+    const struct conv v = conv_of(dst->src[0], dst->src[1], dst, dst);
+    const float * x = dst->src[0]->data, * weight = dst->src[1]->data;
+    const float * bias = dst->src[2] != NULL ? dst->src[2]->data : NULL;
+    float * y = dst->data;
+    const int64_t height = MIN(v.rows, TILE_ROWS);
+    const int64_t width = shared_columns(&v, tile_columns(&v, height), v.groups, nth);
+    const bool several = width > v.columns;
+    const int64_t per_image = (v.columns + width - 1) / width;
+    const int64_t tiles = several ? (v.images * v.columns + width - 1) / width : v.images * per_image;
+    float * tile = malloc((height + (several ? v.o_group : 0)) * width * sizeof(float));
+    GGML_ASSERT(tile != NULL);
+    float * block = tile + height * width;
+    int64_t begin, end;
+    share_of_work(tiles * v.groups, 1, ith, nth, &begin, &end);
+    for (int64_t task = begin; task < end; task++) {
+        const int64_t group = task % v.groups, t = task / v.groups;
+        const int64_t first = several ? t * width : t / per_image * v.columns + t % per_image * width;
+        const int64_t last = tile_end(&v, first, width), n = last - first, o = group * v.o_group;
+        const float * group_x = x + group * (v.channels / v.groups) * v.h * v.w;
+        const int64_t image = first / v.columns, within = first % v.columns;
+        float * out = several ? block : y + (image * v.o + o) * v.columns + within;
+        const int64_t ld = several ? n : v.columns;
+        if (bias != NULL) {
+            fill_rows(out, ld, bias + o, v.o_group, n);
+        }
+        for (int64_t row = 0; row < v.rows; row += height) {
+            const int64_t k = MIN(height, v.rows - row);
+            const float * unfolded = tile;
+            int64_t ldu = n;
+            if (v.pointwise && !several) {
+                unfolded = group_x + (image * v.channels + row) * v.columns + within;
+                ldu = v.columns;
+            } else {
+                unfold(&v, group_x, row, row + k, first, last, tile);
+            }
+            product(
+                CblasNoTrans, CblasNoTrans, v.o_group, n, k, weight + o * v.rows + row, v.rows, unfolded, ldu,
+                row > 0 || bias != NULL, out, ld);
+        }
+        if (several) {
+            copy_block(&v, y, o, o + v.o_group, first, last, block, false);
+        }
+    }
+    free(tile);
+}
+
+struct ggml_tensor * pg_conv2d(
+    struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * weight, struct ggml_tensor * bias, int64_t oh,
+    int64_t ow, const int32_t * settings) {
+    struct ggml_tensor * args[] = {x, weight, bias};
+    struct ggml_tensor * node = ggml_custom_4d(
+        ctx, GGML_TYPE_F32, ow, oh, weight->ne[3], x->ne[3], args, bias != NULL ? 3 : 2, run_conv2d, GGML_N_TASKS_MAX, NULL);
+    set_conv(node, settings);
+    return node;
+}
+
+/* ---- its gradient in x ---- */
+
+static void run_conv2d_input(struct ggml_tensor * dst, int ith, int nth, void * unused) {
+    (void) unused;
+    const struct conv v = conv_of(dst, dst->src[1], dst->src[0], dst);
+    float * g = dst->src[0]->data, * x = dst->data;
+    const float * weight = dst->src[1]->data;
+    /* whole channels, so that no two workers add to one place */
+    const int64_t kernel = v.kh * v.kw, channels = v.channels / v.groups, plane = v.h * v.w;
+    const int64_t step = MIN(MAX(TILE_ROWS / kernel, 1), channels), blocks = (channels + step - 1) / step;
+    int64_t width = tile_columns(&v, step * kernel);
+    width = width > v.columns ? shared_columns(&v, width, v.groups * blocks, nth) : width;
+    const int64_t at_once = MAX(width / v.columns, 1); /* images */
+    const bool several = at_once > 1;
+    float * tile = malloc((step * kernel + (several ? v.o_group : 0)) * width * sizeof(float));
+    GGML_ASSERT(tile != NULL);
+    float * block = tile + step * kernel * width;
+    int64_t begin, end;
+    share_of_work((v.images + at_once - 1) / at_once * v.groups * blocks, 1, ith, nth, &begin, &end);
+    for (int64_t task = begin; task < end; task++) {
+        const int64_t group = task / blocks % v.groups, image = task / (blocks * v.groups) * at_once;
+        const int64_t image_end = MIN(image + at_once, v.images);
+        const int64_t channel = task % blocks * step, m = MIN(step, channels - channel), o = group * v.o_group;
+        float * group_x = x + group * channels * plane;
+        const bool direct = v.pointwise && !several;
+        for (int64_t i = image; i < image_end && !direct; i++) {
+            memset(group_x + (i * v.channels + channel) * plane, 0, m * plane * sizeof(float));
+        }
+        for (int64_t first = image * v.columns; first < image_end * v.columns;) {
+            const int64_t last = MIN(tile_end(&v, first, width), image_end * v.columns), n = last - first;
+            const float * upstream = g + (image * v.o + o) * v.columns + first % v.columns;
+            if (several) {
+                copy_block(&v, g, o, o + v.o_group, first, last, block, true);
+                upstream = block;
+            }
+            product(
+                CblasTrans, CblasNoTrans, m * kernel, n, v.o_group, weight + o * v.rows + channel * kernel, v.rows, upstream,
+                several ? n : v.columns, false,
+                direct ? group_x + (image * v.channels + channel) * plane + first % v.columns : tile, direct ? plane : n);
+            if (!direct) {
+                fold(&v, group_x, channel * kernel, (channel + m) * kernel, first, last, tile);
+            }
+            first = last;
+        }
+    }
+    free(tile);
+}
+
+struct ggml_tensor * pg_conv2d_input(
+    struct ggml_context * ctx, struct ggml_tensor * grad, struct ggml_tensor * weight, int64_t h, int64_t w,
+    const int32_t * settings) {
+    struct ggml_tensor * args[] = {grad, weight};
+    struct ggml_tensor * node = ggml_custom_4d(
+        ctx, GGML_TYPE_F32, w, h, weight->ne[2] * settings[6], grad->ne[3], args, 2, run_conv2d_input, GGML_N_TASKS_MAX, NULL);
+    set_conv(node, settings);
+    return node;
+}
+
+/* ---- its gradient in the weight ---- */
+
+static void run_conv2d_weight(struct ggml_tensor * dst, int ith, int nth, void * unused) {
+    (void) unused;
+    const struct conv v = conv_of(dst->src[0], dst, dst->src[1], dst);
+    const float * x = dst->src[0]->data;
+    float * g = dst->src[1]->data, * out = dst->data;
+    /* Every worker sums over all images, for its own blocks of the weight: some rows of the unfolded input, and, if those are too
+     * few to go round, some of the outputs. */
+    const int64_t per_group = (nth + v.groups - 1) / v.groups;
+    const int64_t rounds = (v.rows + TILE_ROWS * per_group - 1) / (TILE_ROWS * per_group) * per_group;
+    const int64_t height = MIN(MAX((v.rows + rounds - 1) / rounds, LEAST_ROWS), v.rows);
+    const int64_t blocks = (v.rows + height - 1) / height;
+    const int64_t parts = MIN((nth + v.groups * blocks - 1) / (v.groups * blocks), v.o_group);
+    const int64_t o_step = (v.o_group + parts - 1) / parts;
+    const int64_t width = tile_columns(&v, height);
+    const bool several = width > v.columns;
+    float * tile = malloc((height + (several ? o_step : 0)) * width * sizeof(float));
+    GGML_ASSERT(tile != NULL);
+    float * block = tile + height * width;
+    int64_t begin, end;
+    share_of_work(v.groups * blocks * parts, 1, ith, nth, &begin, &end);
+    for (int64_t task = begin; task < end; task++) {
+        const int64_t group = task / parts / blocks, row = task / parts % blocks * height, k = MIN(height, v.rows - row);
+        const int64_t o = group * v.o_group + task % parts * o_step, m = MIN(o_step, (group + 1) * v.o_group - o);
+        const float * group_x = x + group * (v.channels / v.groups) * v.h * v.w;
+        if (m <= 0) {
+            continue;
+        }
+        for (int64_t first = 0; first < v.images * v.columns;) {
+            const int64_t last = tile_end(&v, first, width), n = last - first;
+            const int64_t image = first / v.columns, within = first % v.columns;
+            const float * upstream = g + (image * v.o + o) * v.columns + within, * unfolded = tile;
+            int64_t ldu = n;
+            if (several) {
+                copy_block(&v, g, o, o + m, first, last, block, true);
+                upstream = block;
+            }
+            if (v.pointwise && !several) {
+                unfolded = group_x + (image * v.channels + row) * v.columns + within;
+                ldu = v.columns;
+            } else {
+                unfold(&v, group_x, row, row + k, first, last, tile);
+            }
+            product(
+                CblasNoTrans, CblasTrans, m, k, n, upstream, several ? n : v.columns, unfolded, ldu, first > 0,
+                out + o * v.rows + row, v.rows);
+            first = last;
+        }
+    }
+    free(tile);
+}
+
+struct ggml_tensor * pg_conv2d_weight(
+    struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * grad, int64_t kh, int64_t kw,
+    const int32_t * settings) {
+    struct ggml_tensor * args[] = {x, grad};
+    struct ggml_tensor * node = ggml_custom_4d(
+        ctx, GGML_TYPE_F32, kw, kh, x->ne[2] / settings[6], grad->ne[2], args, 2, run_conv2d_weight, GGML_N_TASKS_MAX, NULL);
+    set_conv(node, settings);
+    return node;
+}
