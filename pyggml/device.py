@@ -5,9 +5,11 @@ one twice is harmless.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,13 +22,19 @@ from .graph import Source, state
 from .memory import HostStorage, allocate, release_idle
 
 if TYPE_CHECKING:
-    from .plan import Plan, Program
+    from .plan import Plan, Program, Step
 
 
 class Device:
-    """A place where values live and programs run; get one with device(name)."""
+    """A place where values live and programs run; get one with device(name).
+
+    ``kind`` is cpu, reference, discrete (a card with memory of its own), integrated (a GPU that
+    shares the CPU's), or software (a Vulkan driver that computes on the CPU).
+    """
 
     name: str
+    kind: str
+    description = ""  # the maker's name for it
     double = False  # whether floats are float64
     max_plans = 64  # how many plans are kept; the least recently used one goes first
 
@@ -36,6 +44,11 @@ class Device:
 
     def __repr__(self) -> str:
         return f"Device({self.name!r})"
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """The memory that the device has; None where it is the machine's."""
+        return None
 
     def numpy_dtype(self, dtype: DType) -> np.dtype:
         """Return the NumPy type that numpy() gives for a value of this type."""
@@ -71,6 +84,10 @@ class Device:
             finally:
                 plan.close()
 
+    def fallbacks(self, program: Program) -> Sequence[Step]:
+        """Return the steps of a program that the device cannot run and leaves to the CPU."""
+        return ()
+
     def plan_for(self, key: tuple, make: Any) -> Plan:
         """Return the cached plan under a key; make() gives the program of one that is missing."""
         plan = self.plans.get(key)
@@ -89,15 +106,69 @@ class Device:
                 self.plans.popitem()[1].close()
 
 
+class GgmlDevice(Device):
+    """A backend of ggml, and one working buffer that all its plans share."""
+
+    own_kernels = False  # whether pyggml's own kernels run on it
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch = 0  # changes when the working buffer moves
+        self._allocator: Any = None
+
+    @property
+    def buffer_type(self) -> Any:
+        """ggml's type of the memory that programs work in."""
+        raise NotImplementedError
+
+    @property
+    def allocator(self) -> Any:
+        """ggml's graph allocator for the working buffer."""
+        if self._allocator is None:
+            self._allocator = lib.ggml_gallocr_new(self.buffer_type)
+        return self._allocator
+
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> Any:
+        """Return uninitialised storage."""
+        raise NotImplementedError
+
+    def compute(self, graph: Any) -> None:
+        """Run a ggml graph."""
+        raise NotImplementedError
+
+    def clear_plans(self) -> None:
+        with self.lock:
+            super().clear_plans()
+            if self._allocator is not None:
+                lib.ggml_gallocr_free(self._allocator)
+                self._allocator = None
+                self.epoch += 1
+
+    def check_status(self, status: int) -> None:
+        """Raise unless ggml says that it has run a graph."""
+        if status == lib.GGML_STATUS_SUCCESS:
+            return
+        exception = take_pending_exception()
+        if exception is not None:
+            raise exception
+        if status == lib.GGML_STATUS_ALLOC_FAILED:
+            raise DeviceMemoryError(
+                f"{self.name}: ggml could not allocate its working memory for this graph"
+            )
+        raise DeviceError(f"{self.name}: ggml could not run the graph (status {int(status)})")
+
+
 _INT32_POINTER = ffi.typeof("int32_t *")
 
 
-class CpuDevice(Device):
+class CpuDevice(GgmlDevice):
     """ggml's CPU backend with a thread pool that stays, and one working buffer that all plans
     share.
     """
 
     name = "cpu"
+    kind = "cpu"
+    description = "ggml's CPU backend with pyggml's kernels"
 
     def __init__(self, n_threads: int | None = None, *, own_kernels: bool = True) -> None:
         super().__init__()
@@ -105,10 +176,8 @@ class CpuDevice(Device):
         self.n_threads = n_threads or default_num_threads()
         self._backend: Any = None
         self._pool: Any = None
-        self._allocator: Any = None
         self._active_threads = 0
         self._pid = 0
-        self.epoch = 0  # changes when the working buffer moves
 
     def upload(self, array: np.ndarray, dtype: DType) -> HostStorage:
         storage = allocate(array.shape, dtype.numpy)
@@ -134,17 +203,15 @@ class CpuDevice(Device):
         return allocate(shape, dtype.numpy)
 
     def compile(self, program: Program) -> Plan:
-        from .ggml_plan import GgmlPlan
+        from .ggml_plan import CpuPlan
 
-        return GgmlPlan(program, self)
+        return CpuPlan(program, self)
 
     @property
-    def allocator(self) -> Any:
-        """ggml's graph allocator for the working buffer."""
-        self._start()
-        return self._allocator
+    def buffer_type(self) -> Any:
+        return lib.ggml_backend_cpu_buffer_type()
 
-    def compute(self, graph: Any, n_threads: int) -> None:
+    def compute(self, graph: Any, n_threads: int = 1) -> None:
         """Run a ggml graph. Signals are looked at between nodes; an exception from their handlers
         is raised here.
         """
@@ -154,14 +221,7 @@ class CpuDevice(Device):
             self._active_threads = n_threads
         status = lib.ggml_backend_graph_compute(self._backend, graph)
         if status != lib.GGML_STATUS_SUCCESS:
-            exception = take_pending_exception()
-            if exception is not None:
-                raise exception
-            if status == lib.GGML_STATUS_ALLOC_FAILED:
-                raise DeviceMemoryError(
-                    "cpu: ggml could not allocate its working memory for this graph"
-                )
-            raise DeviceError(f"cpu: ggml could not run the graph (status {int(status)})")
+            self.check_status(status)
 
     def set_num_threads(self, n_threads: int) -> None:
         """Use n_threads workers from now on."""
@@ -172,10 +232,6 @@ class CpuDevice(Device):
     def clear_plans(self) -> None:
         with self.lock:
             super().clear_plans()
-            if self._allocator is not None:
-                lib.ggml_gallocr_free(self._allocator)
-                self._allocator = lib.ggml_gallocr_new(lib.ggml_backend_cpu_buffer_type())
-                self.epoch += 1
             release_idle()
 
     def _start(self) -> None:
@@ -196,8 +252,6 @@ class CpuDevice(Device):
             backend, lib.pg_poll, ffi.cast("void *", SIGNAL_POLL_MS)
         )
         self._backend, self._pool, self._active_threads = backend, pool, 0
-        if self._allocator is None:
-            self._allocator = lib.ggml_gallocr_new(lib.ggml_backend_cpu_buffer_type())
         self._pid = os.getpid()
 
     def _stop(self) -> None:
@@ -238,28 +292,48 @@ def default_num_threads() -> int:
 
 # ---- the devices of this process ----
 
+VARIABLE = "PYGGML_DEVICE"  # the environment's choice of a default: a name, or auto
+
 _devices: dict[str, Device] = {}
-_default = "cpu"
+_default: Device | None = None
+_found_vulkan = False
+_lock = threading.RLock()
 
 
 def _known() -> dict[str, Device]:
     if not _devices:
         from .reference import ReferenceDevice
 
-        _devices["cpu"] = CpuDevice()
-        _devices["reference"] = ReferenceDevice()
-        atexit.register(_devices["cpu"].close)  # type: ignore[attr-defined]
+        with _lock:
+            if not _devices:
+                cpu = CpuDevice()
+                atexit.register(cpu.close)
+                _devices.update(cpu=cpu, reference=ReferenceDevice())
     return _devices
 
 
+def _with_vulkan() -> dict[str, Device]:
+    """Return all devices. The first call loads the machine's Vulkan drivers, if there are any."""
+    global _found_vulkan
+    with _lock:
+        if not _found_vulkan:
+            from .vulkan import find_devices
+
+            _known().update((device.name, device) for device in find_devices())
+            _found_vulkan = True
+        return _devices
+
+
 def devices() -> list[Device]:
-    """Return the devices of this process.
+    """Return the devices of this process: cpu, reference, and a vulkan0, vulkan1, ... for each GPU.
+
+    Each has a name, a kind (see Device), a description, and memory_bytes.
 
     >>> import pyggml as pg
-    >>> [device.name for device in pg.devices()]
+    >>> [device.name for device in pg.devices()][:2]
     ['cpu', 'reference']
     """
-    return list(_known().values())
+    return list(_with_vulkan().values())
 
 
 def resolve_device(value: Device | str | None) -> Device:
@@ -268,21 +342,46 @@ def resolve_device(value: Device | str | None) -> Device:
     Raises DeviceError if there is no such device.
     """
     if value is None:
-        if state.device is None:
-            return _known()[_default]
-        return state.device
+        return state.device or _default or _first_default()
     if isinstance(value, Device):
         return value
-    found = _known().get(value)
+    found = _known().get(value) or _with_vulkan().get(value)
     if found is None:
-        raise DeviceError(f"device: there is no {value!r}; this process has {', '.join(_known())}")
+        from .vulkan import what_to_do
+
+        raise DeviceError(
+            f"device: there is no {value!r}; this process has {', '.join(_devices)}; {what_to_do()}"
+        )
     return found
 
 
-def set_device(value: Device | str) -> None:
-    """Make a device the default of this process, for all threads that have not chosen their own."""
+def _first_default() -> Device:
+    """Return the device that the environment asks for, the CPU if it asks for none."""
     global _default
-    _default = resolve_device(value).name
+    name = os.environ.get(VARIABLE, "").strip() or "cpu"
+    if name == "auto":
+        gpus = [d for d in _with_vulkan().values() if d.kind in ("discrete", "integrated")]
+        gpus.sort(key=lambda gpu: gpu.kind != "discrete")
+        chosen = [*gpus, _devices["cpu"]][0]
+        logging.getLogger("pyggml").info("%s=auto: using %r", VARIABLE, chosen)
+    else:
+        try:
+            chosen = resolve_device(name)
+        except DeviceError as error:
+            raise DeviceError(f"{VARIABLE}={name}: {error}") from None
+    _default = chosen
+    return chosen
+
+
+def set_device(value: Device | str) -> None:
+    """Make a device the default of this process, for all threads that have not chosen their own.
+
+    The environment variable PYGGML_DEVICE sets the first default: a name, or auto for the first
+    discrete or integrated GPU, and the CPU where there is none. Raises DeviceError, which names the
+    devices there are, if there is no such device.
+    """
+    global _default
+    _default = resolve_device(value)
 
 
 class device:

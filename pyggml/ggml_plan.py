@@ -17,7 +17,7 @@ from .plan import Program, Step
 from .remat import work_of
 
 if TYPE_CHECKING:
-    from .device import CpuDevice
+    from .device import CpuDevice, GgmlDevice
 
 TENSORS_PER_STEP = 4  # a first guess; a program that needs more is built again with twice as many
 SPARE_TENSORS = 64  # more than any single op makes
@@ -28,9 +28,11 @@ class _TooSmall(Exception):
 
 
 class GgmlPlan:
-    """A compiled program on the CPU backend."""
+    """A compiled program on one of ggml's backends."""
 
-    def __init__(self, program: Program, device: CpuDevice) -> None:
+    fallbacks: Sequence[Step] = ()  # the steps that another backend takes
+
+    def __init__(self, program: Program, device: GgmlDevice) -> None:
         self.device = device
         capacity = (
             TENSORS_PER_STEP * (len(program.steps) + len(program.effects)) + 4 * SPARE_TENSORS
@@ -41,8 +43,7 @@ class GgmlPlan:
                 break
             except _TooSmall:
                 capacity *= 2
-        self.n_threads = min(device.n_threads, threads_worth_starting(program))
-        self.epoch = -1
+        self.epoch = -1  # of the device's working buffer when this plan got its places in it
 
     def _build(self, program: Program, capacity: int) -> None:
         size = capacity * lib.ggml_tensor_overhead() + lib.ggml_graph_overhead_custom(
@@ -69,7 +70,9 @@ class GgmlPlan:
                 raise _TooSmall
             node = step.node
             inputs = [made[i] for i in step.inputs]
+            first = lib.ggml_graph_n_nodes(self.graph)
             made[step] = b.add(node.op.lower(b, *inputs, **dict(node.settings)))
+            self._lowered(step, first)
 
         for step in program.steps:
             lower(step)
@@ -82,8 +85,10 @@ class GgmlPlan:
             tensor = made[step]
             # An output needs memory of its own: views, inputs, and what is an output already are
             # copied.
-            if tensor.view_src != ffi.NULL or tensor.op == lib.GGML_OP_NONE or tensor in taken:
+            is_shared = tensor.view_src != ffi.NULL or tensor.op == lib.GGML_OP_NONE
+            if is_shared or tensor in taken or self._is_elsewhere(tensor):
                 tensor = b.add(lib.ggml_cont(self.context, tensor))
+            lib.ggml_set_output(tensor)  # not to be fused away
             taken.add(tensor)
             self.output_tensors.append(tensor)
         for step in program.effects:
@@ -95,8 +100,21 @@ class GgmlPlan:
         self._n_external = len(external)
         self._bound = [0] * len(self.input_tensors)  # serial numbers of storages
 
+    def _lowered(self, step: Step, first: int) -> None:
+        """Look at the graph's nodes from the first on, which are what a step became."""
+
+    def _is_elsewhere(self, tensor: GgmlTensor) -> bool:
+        """Tell whether another backend computes a tensor, so that it cannot be an output here."""
+        return False
+
     def _bind(self, inputs: list[Any], outputs: list[Any]) -> None:
         """Point every tensor outside the working buffer at its memory."""
+        self._point(inputs, outputs)
+        if self.epoch != self.device.epoch:
+            self._allocate()
+        lib.pg_refresh_views(self.graph)
+
+    def _point(self, inputs: list[Any], outputs: list[Any]) -> None:
         bound = self._bound
         for i, storage in enumerate(inputs):
             if bound[i] != storage.serial:
@@ -104,9 +122,6 @@ class GgmlPlan:
                 bound[i] = storage.serial
         for tensor, storage in zip(self.output_tensors, outputs, strict=True):
             tensor.data = storage.pointer
-        if self.epoch != self.device.epoch:
-            self._allocate()
-        lib.pg_refresh_views(self.graph)
 
     def _allocate(self) -> None:
         """Give every other tensor its place in the working buffer, which grows if this plan needs
@@ -139,8 +154,11 @@ class GgmlPlan:
         inputs += [source.storage for source in given]
         outputs = [self.device.empty(shape, dtype) for shape, dtype in self.output_specs]
         self._bind(inputs, outputs)
-        self.device.compute(self.graph, self.n_threads)
+        self._compute()
         return outputs
+
+    def _compute(self) -> None:
+        self.device.compute(self.graph)
 
     @property
     def working_bytes(self) -> int:
@@ -150,17 +168,34 @@ class GgmlPlan:
             self.epoch = -1  # to be allocated again
             for i in range(self._n_external):  # any address: these are not ggml's to allocate
                 self._external[i].data = self._external
-            buffer_type = lib.ggml_backend_cpu_buffer_type()
-            allocator = ffi.gc(lib.ggml_gallocr_new(buffer_type), lib.ggml_gallocr_free)
-            size = ffi.new("size_t *")
-            lib.ggml_gallocr_reserve_n_size(allocator, self.graph, ffi.NULL, ffi.NULL, size)
             self._bound = [0] * len(self.input_tensors)
-            return size[0]
+            return self._planned_bytes()
+
+    def _planned_bytes(self) -> int:
+        """Return what an allocator of its own would reserve for the tensors without address."""
+        allocator = lib.ggml_gallocr_new(self.device.buffer_type)
+        allocator = ffi.gc(allocator, lib.ggml_gallocr_free)
+        size = ffi.new("size_t *")
+        lib.ggml_gallocr_reserve_n_size(allocator, self.graph, ffi.NULL, ffi.NULL, size)
+        return size[0]
 
     def close(self) -> None:
         if self.context is not None:
             ffi.release(self.context)
             self.context = self.graph = None
+
+
+class CpuPlan(GgmlPlan):
+    """A compiled program on the CPU backend."""
+
+    device: CpuDevice
+
+    def __init__(self, program: Program, device: CpuDevice) -> None:
+        super().__init__(program, device)
+        self.n_threads = min(device.n_threads, threads_worth_starting(program))
+
+    def _compute(self) -> None:
+        self.device.compute(self.graph, self.n_threads)
 
 
 # Sharing a node costs a barrier; it is worth it when a worker's part takes longer than that.

@@ -195,8 +195,8 @@ def load_state(path: Path, **parts: Any) -> dict[str, Any]:
             with _saying(f"load_state: {os.fspath(path)}: {name}"):
                 _set_state(part, saved[name])
     except BaseException:
-        for name, state in before.items():
-            _set_state(parts[name], state)
+        for name in reversed(before):  # one object may have two names
+            _set_state(parts[name], before[name])
         raise
     return plain
 
@@ -254,7 +254,7 @@ def _set_state(part: Any, state: dict[str, Any]) -> None:
 
 
 def _window_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return what an optimizer has gathered in an open accumulation window."""
+    """Return what an optimizer has gathered in an open accumulation window, and its rate."""
     gradients = {}
     if optimizer._gathered:
         for i, parameter in enumerate(optimizer.params):
@@ -265,6 +265,8 @@ def _window_of(optimizer: Optimizer) -> dict[str, Any]:
         "counted": list(optimizer._counted),
         "skipped": optimizer.skipped,
         "gradients": gradients,
+        # A schedule is a function of the counter; a rate set by hand is not to be found elsewhere.
+        "lr": None if optimizer._schedule is not None else optimizer.lr,
     }
 
 
@@ -277,6 +279,8 @@ def _set_window(optimizer: Optimizer, window: dict[str, Any]) -> None:
     optimizer._gathered = int(window["gathered"])
     optimizer._counted = [int(count) for count in window["counted"]]
     optimizer.skipped = int(window["skipped"])
+    if window["lr"] is not None and optimizer._schedule is None:
+        optimizer.lr = float(window["lr"])
 
 
 # ---- trees of arrays and plain values ------------------------------------------------------------

@@ -18,7 +18,7 @@ ALIGNMENT = 64  # bytes: one cache line, one AVX-512 register
 LARGE = 1 << 16  # bytes: aligning and pooling a smaller block costs more than it gains
 MAX_IDLE = 1 << 28  # bytes of free blocks that are kept for the next step
 
-_serials = itertools.count(1)
+next_serial = itertools.count(1).__next__
 _idle: dict[int, list[np.ndarray]] = {}
 _ADDRESS = ffi.typeof("uintptr_t")
 
@@ -34,7 +34,7 @@ class HostStorage:
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
         self.pointer = ffi.from_buffer(array)
-        self.serial = next(_serials)
+        self.serial = next_serial()
 
 
 class _LargeStorage(HostStorage):

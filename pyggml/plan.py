@@ -138,6 +138,10 @@ class Program:
 class Plan(Protocol):
     """A compiled program."""
 
+    @property
+    def fallbacks(self) -> Sequence[Step]:
+        """The steps that the device leaves to the CPU, in whole or in part."""
+
     def run(self, sources: Sequence[Source], given: Sequence[Source]) -> list[Any]:
         """Run once; return the storage of each output."""
 

@@ -30,6 +30,8 @@ class ReferenceDevice(Device):
     """NumPy in double precision."""
 
     name = "reference"
+    kind = "reference"
+    description = "NumPy in double precision: slow, and right"
     double = True
 
     def numpy_dtype(self, dtype: DType) -> np.dtype:
@@ -51,6 +53,8 @@ class ReferenceDevice(Device):
 
 class ReferencePlan:
     """A program as a list of NumPy calls; a value is dropped after its last use."""
+
+    fallbacks: Sequence[Step] = ()
 
     def __init__(self, program: Program, device: ReferenceDevice) -> None:
         self.program = program

@@ -30,6 +30,8 @@ class PlanReport:
     ``bytes`` has the planned memory by purpose: parameters, inputs (data and optimizer state),
     gradients (values that are some leaf's .grad), outputs (other values that somebody holds), and
     activations: the working buffer for everything in between, in which values share space.
+    ``fallbacks`` lists the ops that the device cannot run, in whole or in part, and that the CPU
+    takes.
     """
 
     device: str
@@ -119,12 +121,16 @@ def plan_report(*values: Tensor) -> PlanReport:
         sizes["inputs"] += size_of(step.node)
     for step in program.outputs:
         sizes["gradients" if step.node in gradient_nodes else "outputs"] += size_of(step.node)
-    lines = [
-        OpLine(s.node.op.name, s.node.shape, tuple(i.node.shape for i in s.inputs), device.name)
-        for s in (*program.steps, *program.effects)
-    ]
     sizes["activations"] = device.working_bytes(program)
-    return PlanReport(device.name, lines, sizes, [], program.steps)
+    fallen = set(device.fallbacks(program))
+
+    def line(s: Step) -> OpLine:
+        where = "cpu" if s in fallen else device.name
+        return OpLine(s.node.op.name, s.node.shape, tuple(i.node.shape for i in s.inputs), where)
+
+    steps = (*program.steps, *program.effects)
+    fallbacks = [line(step) for step in steps if step in fallen]
+    return PlanReport(device.name, [line(s) for s in steps], sizes, fallbacks, program.steps)
 
 
 @dataclass(frozen=True)

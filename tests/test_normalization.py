@@ -132,6 +132,40 @@ def test_one_group_is_a_layer_norm_and_each_channel_alone_an_instance_norm(every
     np.testing.assert_allclose(ag.group_norm(x, groups=4).numpy(), alone, atol=1e-6)
 
 
+NORMS = {
+    **{
+        f"group_norm of {shape} in {groups}": (
+            lambda x, w, b, groups=groups: ag.group_norm(x, w, b, groups=groups),
+            [shape, (4,), (4,)],
+        )
+        for shape in [(3, 4), (2, 4, 3), (1, 4, 2, 3)]
+        for groups in (1, 2, 4)
+        if shape != (3, 4) or groups < 4  # of one value each, the gradient is 0
+    },
+    **{
+        f"batch_norm of {shape}": (
+            lambda x, w, b: ag.batch_norm(x, w, b, training=True),
+            [shape, shape[1:2], shape[1:2]],
+        )
+        for shape in [(3, 70), (3, 1), (2, 3, 4), (2, 1, 2, 2), (1, 3, 2, 2)]
+    },
+    "layer_norm of a line": (ag.layer_norm, [(5,), (5,), (5,)]),
+    "layer_norm over all axes": (ag.layer_norm, [(2, 3, 2), (2, 3, 2), (2, 3, 2)]),
+    "layer_norm over an axis of size 1": (ag.layer_norm, [(4, 3, 1), (3, 1)]),
+    "layer_norm of more rows than blocks": (ag.layer_norm, [(70, 3), (3,), (3,)]),
+    "layer_norm of single values": (ag.layer_norm, [(3, 1), (1,), (1,)]),
+    "rms_norm of single values": (lambda x, w: ag.rms_norm(x, w, eps=0.5), [(3, 1), (1,)]),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_gradients_in_every_layout_of_weights(name, every_device):
+    fn, shapes = NORMS[name]
+    generator = np.random.default_rng(3)
+    arrays = [generator.standard_normal(shape) for shape in shapes]
+    ag.gradcheck(fn, arrays, device=every_device, order=2, device_tolerance=2e-5)
+
+
 # ---- batch norm ----
 
 BATCHES = [(6, 3), (100, 70), (4, 3, 5), (3, 2, 4, 5), (5, 1, 2)]

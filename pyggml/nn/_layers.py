@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from math import prod
 
+import numpy as np
+
 from ..checks import positive_integer
 from ..errors import SettingError
-from ..ops import add, dropout, matmul, reshape, transpose
-from ..tensor import Tensor, TensorLike
+from ..ops import (
+    add,
+    detach,
+    dropout,
+    embedding,
+    matmul,
+    reshape,
+    take,
+    transpose,
+    unsqueeze,
+    where,
+)
+from ..tensor import Tensor, TensorLike, make_tensor
+from . import init
 from ._module import Module
-from ._support import fan_in_uniform, input_of, misfit, share
+from ._support import fan_in_uniform, input_of, misfit, parameter, share
 
 
 class Linear(Module):
@@ -36,6 +50,44 @@ class Linear(Module):
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self.bias is not None else ", bias=False")
+
+
+class Embedding(Module):
+    """Rows of a learned table that integers name: (...) -> (..., embedding_dim).
+
+    The weight, (num_embeddings, embedding_dim), starts as standard normal numbers. The row
+    ``padding_idx`` starts as zeros and gets no gradient. Raises IndexRangeError for an integer
+    outside [0, num_embeddings).
+
+    >>> nn.Embedding(10, 4)([[1, 2, 2]]).shape
+    (1, 3, 4)
+    """
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, *, padding_idx: int | None = None
+    ) -> None:
+        self.num_embeddings = positive_integer("Embedding", "num_embeddings", num_embeddings)
+        self.embedding_dim = positive_integer("Embedding", "embedding_dim", embedding_dim)
+        rows = init.normal((self.num_embeddings, self.embedding_dim))
+        if padding_idx is not None:
+            if not isinstance(padding_idx, int) or not 0 <= padding_idx < self.num_embeddings:
+                raise SettingError(
+                    f"Embedding: padding_idx must be in [0, {num_embeddings}); got {padding_idx!r}"
+                )
+            rows[padding_idx] = 0.0
+        self.padding_idx = padding_idx
+        self.weight = parameter(rows)
+        # By row, 0 for the padding and 1 for the others.
+        self._is_trained = make_tensor(np.arange(self.num_embeddings) != padding_idx)
+
+    def forward(self, indices: TensorLike) -> Tensor:
+        if not isinstance(indices, Tensor):
+            indices = make_tensor(indices, device=self.weight.device, op="Embedding")
+        rows = embedding(self.weight, indices)
+        if self.padding_idx is None:
+            return rows
+        is_trained = unsqueeze(take(self._is_trained, indices), axis=-1)
+        return where(is_trained, rows, detach(rows))
 
 
 class Dropout(Module):

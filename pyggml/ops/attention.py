@@ -13,6 +13,7 @@ from ..errors import DTypeError, SettingError, ShapeError
 from ..graph import Op, Spec
 from ..lowering import GgmlTensor, Lowering
 from ..tensor import Tensor, TensorLike, as_tensor, make_tensor, record
+from .dropout import dropout
 from .linear import matmul
 from .rules import need_floats
 from .shaping import reshape, transpose
@@ -156,6 +157,7 @@ def scaled_dot_product_attention(
     mask: TensorLike | None = None,
     causal: bool = False,
     scale: float | None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """Return softmax(scale * q @ k.T + mask) @ v for q (B, H, T, D), k and v (B, G, S, D).
 
@@ -163,7 +165,8 @@ def scaled_dot_product_attention(
     (B, H, T, S): a boolean array, True for what may be seen, or floats that are added, which may
     require a gradient. Causal queries are the last T of S tokens and see none behind their own, so
     T may not exceed S. scale is 1 / sqrt(D) by default. A query whose keys are all masked gives
-    zeros. Raises ShapeError for shapes that do not fit (Vaswani et al. 2017).
+    zeros. Weights are dropped with probability dropout_p, as by ag.dropout. Raises ShapeError for
+    shapes that do not fit (Vaswani et al. 2017).
 
     >>> q = np.ones((1, 1, 2, 4)); v = np.array([[1.0], [3.0]]).reshape(1, 1, 2, 1)
     >>> ag.scaled_dot_product_attention(q, q, v, causal=True).numpy().ravel()
@@ -192,6 +195,7 @@ def scaled_dot_product_attention(
         scores = reshape(scores, (batch, heads, queries, keys))
     inputs = (scores,) if mask is None else (scores, _attention_mask(mask, q))
     weights = record(SOFTMAX, *inputs, scale=factor, causal=bool(causal))
+    weights = dropout(weights, p=dropout_p)
     if heads == key_heads:
         return matmul(weights, v)
     return reshape(matmul(reshape(weights, (*rows, keys)), v), (batch, heads, queries, v.shape[3]))

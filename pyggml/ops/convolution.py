@@ -168,6 +168,7 @@ CONV2D: Op = Op(
     "conv2d",
     shape=_conv2d_shape,
     lower=_lower_conv2d,
+    is_product=True,
     grad=_grad_conv2d,
     reference=_reference_conv2d,
 )
@@ -238,6 +239,7 @@ CONV2D_INPUT: Op = Op(
     "conv2d_input",
     shape=_conv2d_input_shape,
     lower=_lower_conv2d_input,
+    is_product=True,
     grad=lambda gg, out, g, weight, size, **settings: (
         record(CONV2D, gg, weight, **settings),
         record(CONV2D_WEIGHT, gg, g, kernel=weight.shape[2:], **settings),

@@ -8,10 +8,11 @@ from numbers import Real
 import numpy as np
 
 from .._ffi import lib
+from ..checks import positive_integer
 from ..device import Device
 from ..dtypes import int32
 from ..errors import SettingError
-from ..graph import Op, Spec
+from ..graph import Op, Shape, Spec
 from ..lowering import GgmlTensor, Lowering
 from ..random import KEY_WORDS, Generator, default_generator, random_words
 from ..tensor import Tensor, TensorLike, as_tensor, make_tensor, record
@@ -19,6 +20,12 @@ from .rules import check_ndim, need_floats
 
 # ---- rand, randn ---------------------------------------------------------------------------------
 # Made on the host: they are initial values and inputs, not parts of a step.
+
+
+def _sizes(op: str, shape: Sequence[int]) -> Shape:
+    sizes = tuple(positive_integer(op, "each size", size) for size in shape)
+    check_ndim(op, sizes)
+    return sizes
 
 
 def rand(
@@ -29,8 +36,7 @@ def rand(
     >>> ag.rand((2, 3)).shape
     (2, 3)
     """
-    check_ndim("rand", shape)
-    values = (generator or default_generator).numpy().random(tuple(shape))
+    values = (generator or default_generator).numpy().random(_sizes("rand", shape), np.float32)
     return make_tensor(values, device=device, op="rand")
 
 
@@ -43,8 +49,9 @@ def randn(
     >>> ag.randn((2, 3)).shape
     (2, 3)
     """
-    check_ndim("randn", shape)
-    values = (generator or default_generator).numpy().standard_normal(tuple(shape))
+    values = (
+        (generator or default_generator).numpy().standard_normal(_sizes("randn", shape), np.float32)
+    )
     return make_tensor(values, device=device, op="randn")
 
 

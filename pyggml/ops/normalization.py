@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from .._ffi import lib
+from .._ffi import ffi, lib
 from ..checks import number_in, positive_integer
 from ..errors import SettingError, ShapeError
 from ..graph import MAX_DIMS, Op, Shape, Spec
@@ -16,19 +16,21 @@ from ..lowering import GgmlTensor, Lowering
 from ..tensor import Tensor, TensorLike, as_tensor, record
 from .elementwise import add, affine, detach, div, mul, neg, sub
 from .power import sqr, sqrt
-from .reduction import mean, rows_of, var
+from .reduction import SUM, mean, rows_of, var
 from .rules import need_floats
 from .shaping import reshape
 
-# ---- normalize: (x - mean) / sqrt(variance + eps) over axes, or the same without a mean ----------
+# ---- normalize: (x - mean) / sqrt(variance + eps) over axes, then * weight + bias ----------------
+# One pass over x, and one each for its gradient and the weight's, where the composed form takes 16.
+# The axes are the last ones, or all but one: then weight and bias have an element for each channel.
 
 
-def _normalize_shape(x: Spec, *, axes: tuple[int, ...], eps: float, centered: bool) -> Spec:
-    need_floats("normalize", x)
+def _normalize_shape(x: Spec, *parameters: Spec, **settings: Any) -> Spec:
+    need_floats("normalize", x, *parameters)
     return Spec(x.shape, x.dtype)
 
 
-def _outer_and_inner(x: GgmlTensor, axes: tuple[int, ...]) -> tuple[int, int]:
+def _layout(x: GgmlTensor, axes: tuple[int, ...]) -> tuple[int, int]:
     """Return how many elements lie before and behind the axes that are not normalised, which are
     neighbours.
     """
@@ -36,6 +38,23 @@ def _outer_and_inner(x: GgmlTensor, axes: tuple[int, ...]) -> tuple[int, int]:
     kept = [i for i in range(MAX_DIMS) if i - MAX_DIMS not in axes and sizes[i] > 1]
     first, last = (kept[0], kept[-1]) if kept else (0, -1)
     return prod(sizes[:first]), prod(sizes[last + 1 :])
+
+
+def _layout_with_run(
+    x: GgmlTensor, axes: tuple[int, ...], sizes: Sequence[int]
+) -> tuple[int, int, int]:
+    """Return _layout, and how many places in a row one element of a weight of that shape is for."""
+    outer, inner = _layout(x, axes)
+    run = 1
+    for i, size in enumerate([*reversed(sizes), *[1] * MAX_DIMS][:MAX_DIMS]):
+        if size != 1 or run == inner:
+            break
+        run *= x.ne[i]
+    return outer, inner, run
+
+
+def _shape_of(*weight: GgmlTensor) -> list[int]:
+    return [*reversed(list(weight[0].ne))] if weight else []
 
 
 def _on_rows(
@@ -59,78 +78,120 @@ def _on_rows(
 
 
 def _lower_normalize(
-    b: Lowering, x: GgmlTensor, *, axes: tuple[int, ...], eps: float, centered: bool
+    b: Lowering,
+    x: GgmlTensor,
+    *parameters: GgmlTensor,
+    axes: tuple[int, ...],
+    eps: float,
+    centered: bool,
 ) -> GgmlTensor:
     if b.own_kernels:  # ggml adds up one element after the other
         x = b.contiguous(x)
-        return lib.pg_norm(b.ctx, x, *_outer_and_inner(x, axes), eps, centered)
+        given = [*(b.contiguous(t) for t in parameters), ffi.NULL, ffi.NULL][:2]
+        layout = _layout_with_run(x, axes, _shape_of(*parameters[:1]))
+        return lib.pg_norm(b.ctx, x, *given, *layout, eps, centered)
     norm = lib.ggml_norm if centered else lib.ggml_rms_norm
-    return _on_rows(b, axes, lambda rows: norm(b.ctx, rows, eps), x)
+    y = _on_rows(b, axes, lambda rows: norm(b.ctx, rows, eps), x)
+    for parameter, constructor in zip(parameters, (lib.ggml_mul, lib.ggml_add), strict=False):
+        y = b.binary(constructor, y, parameter, commutative=True)
+    return y
+
+
+def _grad_normalize(
+    g: Tensor, out: Tensor, x: Tensor, *parameters: Tensor, **settings: Any
+) -> tuple[Tensor, ...]:
+    in_x = record(NORMALIZE_BACK, g, x, *parameters[:1], **settings)
+    in_weight = [record(NORMALIZE_DOT, g, x, shape=p.shape, **settings) for p in parameters[:1]]
+    return in_x, *in_weight, *(g for _ in parameters[1:])
 
 
 def _reference_normalize(
-    x: np.ndarray, *, axes: tuple[int, ...], eps: float, centered: bool
+    x: np.ndarray, *parameters: np.ndarray, axes: tuple[int, ...], eps: float, centered: bool
 ) -> np.ndarray:
     if centered:
         x = x - np.mean(x, axis=axes, keepdims=True)
-    return x / np.sqrt(np.mean(x * x, axis=axes, keepdims=True) + eps)
+    y = x / np.sqrt(np.mean(x * x, axis=axes, keepdims=True) + eps)
+    for parameter, function in zip(parameters, (np.multiply, np.add), strict=False):
+        y = function(y, parameter)
+    return y
 
 
 NORMALIZE: Op = Op(
     "normalize",
     shape=_normalize_shape,
     lower=_lower_normalize,
-    grad=lambda g, out, x, **settings: record(NORMALIZE_BACK, g, x, **settings),
+    grad=_grad_normalize,
     reference=_reference_normalize,
 )
 
 
-def _normalize_back_shape(
-    g: Spec, x: Spec, *, axes: tuple[int, ...], eps: float, centered: bool
-) -> Spec:
+def _normalize_back_shape(g: Spec, x: Spec, *weight: Spec, **settings: Any) -> Spec:
     return Spec(x.shape, x.dtype)
 
 
 def _lower_normalize_back(
-    b: Lowering, g: GgmlTensor, x: GgmlTensor, *, axes: tuple[int, ...], eps: float, centered: bool
+    b: Lowering,
+    g: GgmlTensor,
+    x: GgmlTensor,
+    *weight: GgmlTensor,
+    axes: tuple[int, ...],
+    eps: float,
+    centered: bool,
 ) -> GgmlTensor:
     if b.own_kernels:
         g, x = b.contiguous(g), b.contiguous(x)
-        return lib.pg_norm_back(b.ctx, g, x, *_outer_and_inner(x, axes), eps, centered)
+        known = b.contiguous(weight[0]) if weight else ffi.NULL
+        layout = _layout_with_run(x, axes, _shape_of(*weight))
+        return lib.pg_norm_back(b.ctx, g, x, known, *layout, eps, centered)
 
     def center(rows: GgmlTensor) -> GgmlTensor:
         return lib.ggml_sub(b.ctx, rows, lib.ggml_mean(b.ctx, rows)) if centered else rows
 
     # of the centred x, the norm is the RMS norm; and centring is its own gradient
+    g = b.binary(lib.ggml_mul, g, weight[0], commutative=True) if weight else g
     return _on_rows(
         b, axes, lambda g, x: center(lib.ggml_rms_norm_back(b.ctx, g, center(x), eps)), g, x
     )
 
 
 def _grad_normalize_back(
-    gg: Tensor, out: Tensor, g: Tensor, x: Tensor, *, axes: tuple[int, ...], **settings: Any
-) -> tuple[Tensor, Tensor]:
-    # With r = 1 / sqrt(variance + eps), out = r (g - mean(g) - y mean(g y)) is linear in g, and its
-    # matrix, which is symmetric, the derivative of y; that of r is -r^2 y / n.
+    gg: Tensor,
+    out: Tensor,
+    g: Tensor,
+    x: Tensor,
+    *weight: Tensor,
+    axes: tuple[int, ...],
+    **settings: Any,
+) -> tuple[Tensor, ...]:
+    # With h = g weight and r = 1 / sqrt(variance + eps), out = r (h - mean(h) - y mean(h y)) is
+    # linear in h; its matrix, which is symmetric, is the derivative of y; that of r is -r^2 y / n.
+    h = mul(g, weight[0]) if weight else g
     y = record(NORMALIZE, x, axes=axes, **settings)
-    back = record(NORMALIZE_BACK, gg, x, axes=axes, **settings)
-    along_out, along_g, along_gg = (
-        mean(mul(u, v), axis=axes, keepdims=True) for u, v in ((gg, out), (g, y), (gg, y))
+    in_h = record(NORMALIZE_BACK, gg, x, axes=axes, **settings)
+    along_out, along_h, along_gg = (
+        mean(mul(u, v), axis=axes, keepdims=True) for u, v in ((gg, out), (h, y), (gg, y))
     )
-    total = add(add(mul(y, along_out), mul(back, along_g)), mul(out, along_gg))
+    total = add(add(mul(y, along_out), mul(in_h, along_h)), mul(out, along_gg))
     if settings["centered"]:
         x = sub(x, mean(x, axis=axes, keepdims=True))
     variance = affine(mean(sqr(x), axis=axes, keepdims=True), shift=settings["eps"])
-    return back, neg(div(total, sqrt(variance)))
+    in_x = neg(div(total, sqrt(variance)))
+    return (mul(in_h, weight[0]), in_x, mul(in_h, g)) if weight else (in_h, in_x)
 
 
 def _reference_normalize_back(
-    g: np.ndarray, x: np.ndarray, *, axes: tuple[int, ...], eps: float, centered: bool
+    g: np.ndarray,
+    x: np.ndarray,
+    *weight: np.ndarray,
+    axes: tuple[int, ...],
+    eps: float,
+    centered: bool,
 ) -> np.ndarray:
+    h = g * weight[0] if weight else g
     if centered:
-        x, g = (t - np.mean(t, axis=axes, keepdims=True) for t in (x, g))
+        x, h = (t - np.mean(t, axis=axes, keepdims=True) for t in (x, h))
     variance = np.mean(x * x, axis=axes, keepdims=True) + eps
-    return (g - x * np.mean(g * x, axis=axes, keepdims=True) / variance) / np.sqrt(variance)
+    return (h - x * np.mean(h * x, axis=axes, keepdims=True) / variance) / np.sqrt(variance)
 
 
 NORMALIZE_BACK: Op = Op(
@@ -141,17 +202,81 @@ NORMALIZE_BACK: Op = Op(
     reference=_reference_normalize_back,
 )
 
+# The gradient in the weight: g * y, summed over the axes along which the weight is repeated.
+
+
+def _normalize_dot_shape(g: Spec, x: Spec, *, shape: Shape, **settings: Any) -> Spec:
+    return Spec(shape, x.dtype)
+
+
+def _lower_normalize_dot(
+    b: Lowering,
+    g: GgmlTensor,
+    x: GgmlTensor,
+    *,
+    shape: Shape,
+    axes: tuple[int, ...],
+    eps: float,
+    centered: bool,
+) -> GgmlTensor:
+    if b.own_kernels:
+        g, x = b.contiguous(g), b.contiguous(x)
+        layout = _layout_with_run(x, axes, shape)
+        dot = lib.pg_norm_dot(b.ctx, g, x, *layout, prod(shape), eps, centered)
+        return b.reshape(dot, shape)
+    y = _lower_normalize(b, x, axes=axes, eps=eps, centered=centered)
+    repeated = _repeated_axes(shape)
+    product = lib.ggml_mul(b.ctx, y, b.contiguous(g))
+    return b.reshape(SUM.lower(b, product, axes=repeated, keepdims=True), shape)
+
+
+def _repeated_axes(shape: Shape) -> tuple[int, ...]:
+    return tuple(i for i in range(-MAX_DIMS, 0) if i < -len(shape) or shape[i] == 1)
+
+
+def _grad_normalize_dot(
+    gg: Tensor, out: Tensor, g: Tensor, x: Tensor, *, shape: Shape, **settings: Any
+) -> tuple[Tensor, Tensor]:
+    return mul(gg, record(NORMALIZE, x, **settings)), record(
+        NORMALIZE_BACK, mul(g, gg), x, **settings
+    )
+
+
+def _reference_normalize_dot(
+    g: np.ndarray, x: np.ndarray, *, shape: Shape, **settings: Any
+) -> np.ndarray:
+    product = g * _reference_normalize(x, **settings)
+    axes = tuple(axis for axis in _repeated_axes(shape) if axis >= -x.ndim)
+    return product.sum(axis=axes, keepdims=True).reshape(shape)
+
+
+NORMALIZE_DOT: Op = Op(
+    "normalize_dot",
+    shape=_normalize_dot_shape,
+    lower=_lower_normalize_dot,
+    grad=_grad_normalize_dot,
+    reference=_reference_normalize_dot,
+)
+
 
 # ---- what layers are made of ---------------------------------------------------------------------
 
 
-def _scale_and_shift(
-    y: Tensor, weight: TensorLike | None, bias: TensorLike | None, shape: Shape
+def _parameters(
+    op: str, x: Tensor, weight: TensorLike | None, bias: TensorLike | None, shape: Shape
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return weight and bias as tensors in a shape that broadcasts."""
+    tensors = [p if p is None else as_tensor(p, x, op=op) for p in (weight, bias)]
+    w, b = (t if t is None or t.shape == shape else reshape(t, shape) for t in tensors)
+    return w, b
+
+
+def _normalized(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, axes: tuple[int, ...], **settings: Any
 ) -> Tensor:
-    """Return y * weight + bias, with weight and bias in a shape that broadcasts."""
-    if weight is not None:
-        y = mul(y, reshape(as_tensor(weight, y, op="mul"), shape))
-    return y if bias is None else add(y, reshape(as_tensor(bias, y, op="add"), shape))
+    given = () if weight is None else (weight,) if bias is None else (weight, bias)
+    y = record(NORMALIZE, x, *given, axes=axes, **settings)
+    return add(y, bias) if weight is None and bias is not None else y
 
 
 def _check_parameters(op: str, shape: Shape, **parameters: TensorLike | None) -> None:
@@ -173,9 +298,9 @@ def _norm_over_last(
     if not shape or x.shape[-len(shape) :] != shape:
         raise ShapeError(f"{op}: x {x.shape} must end in the axes to normalise, {shape}")
     _check_parameters(op, shape, weight=weight, bias=bias)
+    given = _parameters(op, x, weight, bias, shape)
     axes = tuple(range(-len(shape), 0))
-    y = record(NORMALIZE, x, axes=axes, eps=number_in(op, "eps", eps, 0.0), centered=centered)
-    return _scale_and_shift(y, weight, bias, shape)
+    return _normalized(x, *given, axes, eps=number_in(op, "eps", eps, 0.0), centered=centered)
 
 
 def layer_norm(
@@ -233,14 +358,16 @@ def group_norm(
     """
     op = "group_norm"
     x = as_tensor(x, weight if isinstance(weight, Tensor) else None, op=op)
-    channels, shape = _channels(op, x)
+    channels, _ = _channels(op, x)
     groups = positive_integer(op, "groups", groups)
     if channels % groups:
         raise ShapeError(f"{op}: groups must divide the channels; got {groups}, {channels}")
     _check_parameters(op, (channels,), weight=weight, bias=bias)
-    rows = reshape(x, (x.shape[0], groups, -1))  # (N, groups, C / groups * ...)
-    y = record(NORMALIZE, rows, axes=(-1,), eps=number_in(op, "eps", eps, 0.0), centered=True)
-    return _scale_and_shift(reshape(y, x.shape), weight, bias, shape)
+    each = channels // groups
+    w, b = _parameters(op, x, weight, bias, (groups, each, 1))
+    parts = reshape(x, (x.shape[0], groups, each, -1))
+    y = _normalized(parts, w, b, (-2, -1), eps=number_in(op, "eps", eps, 0.0), centered=True)
+    return reshape(y, x.shape)
 
 
 def _batch_axes(op: str, x: Tensor) -> tuple[int, ...]:
@@ -283,16 +410,15 @@ def batch_norm(
         running_var=running_var,
     )  # fmt: skip
     eps = number_in(op, "eps", eps, 0.0)
+    w, b = _parameters(op, x, weight, bias, shape)
     if training:
-        y = record(NORMALIZE, x, axes=_batch_axes(op, x), eps=eps, centered=True)
-        return _scale_and_shift(y, weight, bias, shape)
+        return _normalized(x, w, b, _batch_axes(op, x), eps=eps, centered=True)
     if running_mean is None or running_var is None:
         raise SettingError(f"{op}: outside of training, give running_mean= and running_var=")
-    center = as_tensor(running_mean, x, op=op)
-    scale = div(1.0, sqrt(affine(as_tensor(running_var, x, op=op), shift=eps)))
-    if weight is not None:
-        scale = mul(scale, as_tensor(weight, x, op=op))
-    return _scale_and_shift(sub(x, reshape(center, shape)), scale, bias, shape)
+    center, variance = (reshape(as_tensor(t, x, op=op), shape) for t in (running_mean, running_var))
+    scale = div(1.0, sqrt(affine(variance, shift=eps)))
+    y = mul(sub(x, center), scale if w is None else mul(scale, w))
+    return y if b is None else add(y, b)
 
 
 def batch_statistics(x: TensorLike) -> tuple[Tensor, Tensor]:

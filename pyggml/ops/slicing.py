@@ -54,6 +54,7 @@ SLICE: Op = Op(
     "slice",
     shape=lambda x, ranges: Spec(tuple(count for _, _, count in ranges), x.dtype),
     lower=lower_slice,
+    alias=True,
     grad=_grad_slice,
     reference=lambda x, ranges: x[
         tuple(slice(start, start + step * count, step) for start, step, count in ranges)

@@ -113,7 +113,8 @@ def fit(
     if is_windowed and not optimizer._gathered:  # what an earlier loop may have left
         optimizer.zero_grad()
 
-    with mode(model, training=True), _Interrupts() as interrupts, _Bar(progress, epochs) as bar:
+    shown = _Bar(progress, epochs, state, loader)
+    with mode(model, training=True), _Interrupts() as interrupts, shown as bar:
         while state.epoch < epochs and state.stop is None:
             started = time.perf_counter()
             for batch in _rest_of_epoch(loader, state):
@@ -140,7 +141,7 @@ def fit(
                 state.step, state.batch = state.step + 1, state.batch + 1
                 for callback in callbacks:
                     callback.on_step_end(state)
-                bar.show(state, loader)
+                bar.show()
                 if save_every is not None and state.step % save_every == 0:
                     saved.save()
                 interrupts.check(saved)
@@ -157,6 +158,7 @@ def fit(
             state.history.rows.append(row)
             for callback in callbacks:
                 callback.on_epoch_end(state)
+            bar.show()
             saved.save()
             interrupts.check(saved)
 
@@ -340,31 +342,36 @@ class _Interrupts:
 class _Bar:
     """The progress bar: one for the whole run, and none where no terminal shows it."""
 
-    def __init__(self, progress: bool, epochs: int) -> None:
-        self._progress, self._epochs = progress, epochs
+    def __init__(self, progress: bool, epochs: int, state: FitState, loader: Any) -> None:
+        self._progress, self._epochs, self._state = progress, epochs, state
+        try:
+            self._total: int | None = epochs * len(loader)
+        except TypeError:  # a loader that does not know how long it is
+            self._total = None
 
     def __enter__(self) -> _Bar:
         from tqdm import tqdm
 
-        self._bar = tqdm(unit="step", disable=None if self._progress else True)
+        self._bar = tqdm(
+            total=self._total,
+            initial=self._state.step,
+            unit="step",
+            disable=None if self._progress else True,
+        )
         return self
 
     def __exit__(self, *error: object) -> None:
         self._bar.close()
 
-    def show(self, state: FitState, loader: Any) -> None:
-        """Show a step that was made."""
-        bar = self._bar
+    def show(self) -> None:
+        """Show where the run is."""
+        bar, state = self._bar, self._state
         if bar.disable:
             return
-        if bar.total is None and hasattr(loader, "__len__"):
-            try:
-                bar.total = self._epochs * len(loader)
-            except TypeError:  # a loader that does not know
-                pass
-        bar.set_description(f"epoch {state.epoch + 1}/{self._epochs}", refresh=False)
         shown = {"loss": state.loss}
         if state.history.rows:
             shown.update({n: v for n, v in state.row.items() if n.startswith("val_")})
+        epoch = state.epoch + (1 if state.batch else 0)
+        bar.set_description(f"epoch {epoch}/{self._epochs}", refresh=False)
         bar.set_postfix({name: f"{value:.4g}" for name, value in shown.items()}, refresh=False)
         bar.update(state.step - bar.n)
