@@ -96,8 +96,8 @@ def train(args: argparse.Namespace) -> None:
         nn.Conv2d(first, first, 3, padding=1, bias=False), nn.BatchNorm2d(first), nn.ReLU(),
         nn.MaxPool2d(2),  # (N, first, 4, 4)
         nn.Conv2d(first, second, 3, padding=1, bias=False), nn.BatchNorm2d(second), nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(),  # (N, second)
-        nn.Linear(second, 10),
+        nn.Flatten(), nn.Dropout(0.3),  # (N, second * 4 * 4)
+        nn.Linear(second * 4 * 4, 10),
     )  # fmt: skip
     model.summary(x_train[: args.batch_size])
     print(f"{len(x_train)} images to train on, {len(x_test)} held out", flush=True)

@@ -137,6 +137,13 @@ class Tensor:
         """Return the same value with no gradient behind it."""
         return ops.detach(self)
 
+    def to(self, device: Device | str) -> Tensor:
+        """Return the value on another device, as a new leaf there; self if it is there already.
+
+        Raises GradError if a gradient is behind it: none flows from one device to another.
+        """
+        return copy_to(self, device)
+
     def assign(self, value: TensorLike) -> None:
         """Overwrite a leaf's value in place. Values pending on the old one can no longer be
         computed.
@@ -523,3 +530,4 @@ def as_tensor(
 # At the end: both modules are built on Tensor and record.
 from . import ops  # noqa: E402
 from .plan import evaluate, graph_order  # noqa: E402
+from .transfer import copy_to  # noqa: E402

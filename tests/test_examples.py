@@ -194,6 +194,129 @@ def test_digits_names_a_missing_extra_and_how_to_get_it(tmp_path: Path) -> None:
     assert "pip install '.[examples]'" in done.stderr
 
 
+# ---- the other examples ----------------------------------------------------------------------
+
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path != DIGITS)
+
+
+def run_short(name: str, folder: Path, *flags: object) -> str:
+    """Run the short form of an example, which writes to "out"; return what it printed."""
+    path = ROOT / "examples" / name
+    done = run(path, "--short", "--threads", 1, "--output", "out", *flags, folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def number_after(text: str, printed: str) -> float:
+    """Return the last number that is printed after a text."""
+    found = re.findall(re.escape(text) + r"\s*(-?[\d.]+\d)", printed)
+    assert found, printed
+    return float(found[-1])
+
+
+def assert_wrote(folder: Path, printed: str, *names: str) -> None:
+    """Check that an example wrote these files and nothing else, and says so."""
+    assert sorted(path.name for path in folder.iterdir()) == sorted(names)
+    line = printed.splitlines()[-1]
+    for name in names:
+        assert name in line
+        content = (folder / name).read_bytes()
+        assert content.startswith(b"\x89PNG") or not name.endswith(".png")
+        assert content
+
+
+def test_digits_cnn_learns_and_writes_its_files(tmp_path: Path) -> None:
+    printed = run_short("digits_cnn.py", tmp_path)
+    right, total = reported_accuracy(printed)
+    assert total == 360
+    assert right / total > 0.7
+    assert_wrote(tmp_path / "out", printed, "weights.safetensors", "curve.png")
+
+
+def test_diabetes_stops_early_and_is_as_good_as_linear_regression(tmp_path: Path) -> None:
+    printed = run_short("diabetes.py", tmp_path)
+    assert int(number_after("split 0: ", printed.replace(" epochs", ".0 epochs"))) < 40
+    score = number_after("network: ", printed)
+    assert score > number_after("linear regression: ", printed) - 0.05
+    names = ["weights.safetensors", "history.csv", "curve.png"]
+    assert_wrote(tmp_path / "out", printed, *names)
+
+
+def test_text_gru_learns_more_than_which_kind_is_commoner(tmp_path: Path) -> None:
+    printed = run_short("text_gru.py", tmp_path)
+    always = number_after("always the commoner kind: ", printed)
+    assert number_after("words in order: ", printed) > always + 8
+    names = ["weights.safetensors", "curve.png", "words.txt"]
+    assert_wrote(tmp_path / "out", printed, *names)
+
+
+GPT_FILES = ["weights.safetensors", "state.safetensors", "curve.png", "samples.txt"]
+
+
+@pytest.fixture(scope="module")
+def gpt(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What the GPT printed, and the folder it wrote to."""
+    folder = tmp_path_factory.mktemp("gpt")
+    return run_short("char_gpt.py", folder), folder / "out"
+
+
+def test_char_gpt_learns_and_writes_text(gpt: tuple[str, Path]) -> None:
+    printed, folder = gpt
+    assert number_after("held-out loss after 60 updates: ", printed) < 3.1  # ln 95 at first: 4.6
+    assert_wrote(folder, printed, *GPT_FILES)
+    samples = (folder / "samples.txt").read_text()
+    assert samples.split("\n\n")[0] in printed
+    assert len(samples) == 2 * 80 + 2
+
+
+def test_char_gpt_goes_on_in_a_new_process_to_the_same_bits(
+    gpt: tuple[str, Path], tmp_path: Path
+) -> None:
+    first = run_short("char_gpt.py", tmp_path, "--stop-after", 40)
+    assert "update    40:" in first
+    assert "update    60:" not in first
+    second = run_short("char_gpt.py", tmp_path, "--resume")
+    assert "going on after 40 updates" in second
+    for name in ("weights.safetensors", "samples.txt"):
+        assert (tmp_path / "out" / name).read_bytes() == (gpt[1] / name).read_bytes()
+
+
+def test_char_gpt_learns_the_same_in_checkpointed_micro_batches(
+    gpt: tuple[str, Path], tmp_path: Path
+) -> None:
+    flags = ["--accumulate", 4, "--checkpoint", "--stop-after", 20]
+    line = run_short("char_gpt.py", tmp_path, *flags)
+    for said in ("update    20: loss ", "held out "):
+        whole = gpt[0][: gpt[0].index("update    40")]
+        assert number_after(said, line) == pytest.approx(number_after(said, whole), rel=1e-3)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_example_explains_every_flag_and_names_bad_values(path: Path, tmp_path: Path) -> None:
+    done = run(path, "--help", folder=tmp_path)
+    assert done.returncode == 0
+    names = re.findall(r'flag\(\s*"(--[a-z-]+)"', path.read_text())
+    assert "--short" in names
+    text = " ".join(done.stdout.split())
+    for name in names:
+        assert re.search(rf" {name} \S.*? [a-z].*?\(default: ", text), name
+    bad = run(path, "--threads", 0, folder=tmp_path)
+    assert bad.returncode == 1
+    assert bad.stderr.startswith(f"{path.name}: ")
+    assert "threads" in bad.stderr
+    assert "Traceback" not in bad.stderr
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_example_names_a_missing_extra_and_how_to_get_it(path: Path, tmp_path: Path) -> None:
+    code = "import runpy, sys; sys.modules['matplotlib'] = None; runpy.run_path(sys.argv[1])"
+    done = run("-c", code, path, folder=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"{path.name}: matplotlib")
+    assert "pip install '.[examples]'" in done.stderr
+
+
 # ---- README.md -------------------------------------------------------------------------------
 
 

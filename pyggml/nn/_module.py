@@ -14,11 +14,13 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ..device import Device, resolve_device
 from ..dtypes import check_array
 from ..errors import DeviceError, DTypeError, ShapeError
 from ..graph import state
 from ..ops import detach
 from ..tensor import Parameter, Tensor, TensorLike, make_tensor
+from ..transfer import move_to
 
 Kind = TypeVar("Kind")
 Self = TypeVar("Self", bound="Module")
@@ -200,6 +202,20 @@ class Module:
     def eval(self: Self) -> Self:
         """Set evaluation mode here and in all modules inside; return self."""
         return self.train(False)
+
+    def to(self: Self, device: Device | str) -> Self:
+        """Move all parameters, with their gradients, and buffers to a device; return self.
+
+        They stay the same objects, so optimizers go on with them and take their state along. Raises
+        DeviceError, having moved nothing, if there is no such device.
+
+        >>> nn.Linear(2, 1).to("reference").weight.device
+        Device('reference')
+        """
+        where = resolve_device(device)
+        for tensor in (*self.parameters(), *self.buffers()):
+            move_to(tensor, where)
+        return self
 
     def requires_grad_(self: Self, value: bool = True) -> Self:
         """Free all parameters for training, or with False freeze them; return self.

@@ -1,8 +1,8 @@
 """Recurrent layers: LSTM and GRU, in PyTorch's formulas and with its parameters.
 
 The input's projection does not depend on the state, so it is one product for all steps; a step is
-then one product and about ten small operations. Gates lie along the first axis, so that each is a
-view.
+then one product and about ten small operations. Within a step, states are (1, 1, batch, hidden) and
+gates (1, gates, batch, hidden): each gate is then a view.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from ..ops import (
     reshape,
     sigmoid,
     split,
-    stack,
     sub,
     tanh,
     transpose,
@@ -102,11 +101,13 @@ class _Recurrent(Module):
                 steps = self._projected(x, suffix, batch_first)
                 outputs, final = self._direction(steps, starts[len(finals)], suffix, bool(reverse))
                 finals.append(final)
-                directions.append(stack(outputs))  # (steps, batch, hidden)
+                directions.append(concat(outputs))  # (steps, 1, batch, hidden)
             x = concat(directions, axis=-1)
+            x = reshape(x, (x.shape[0], *x.shape[2:]))
             batch_first = False
         output = transpose(x, 0, 1) if self.batch_first else x
-        return output, [stack(state) for state in zip(*finals, strict=True)]
+        shape = (len(finals), batch, self.hidden_size)
+        return output, [reshape(concat(state), shape) for state in zip(*finals, strict=True)]
 
     def _first_states(
         self, x: Tensor, batch: int, first: Sequence[TensorLike] | None
@@ -114,7 +115,7 @@ class _Recurrent(Module):
         """Return the states that each layer and direction starts with: given ones, or zeros."""
         count = self.num_layers * (1 + self.bidirectional)
         if first is None:
-            zeros = full((batch, self.hidden_size), 0.0, device=x.device)
+            zeros = full((1, 1, batch, self.hidden_size), 0.0, device=x.device)
             return [(zeros,) * self.states] * count
         given = []
         shape = (count, batch, self.hidden_size)
@@ -123,11 +124,11 @@ class _Recurrent(Module):
             if state.shape != shape:
                 raise misfit(self, f"first states (layers * directions, batch, hidden) = {shape}",
                              state)  # fmt: skip
-            given.append([reshape(part, shape[1:]) for part in split(state, count)])
+            given.append(split(reshape(state, (count, 1, *shape[1:])), count))
         return list(zip(*given, strict=True))
 
     def _projected(self, x: Tensor, suffix: str, batch_first: bool) -> list[Tensor]:
-        """Return the input's part of the gates for each step: (gates, batch, hidden)."""
+        """Return the input's part of the gates for each step: (1, gates, batch, hidden)."""
         gates = matmul(x, transpose(self._parameter("weight_ih" + suffix)))
         if self.bias:
             gates = add(gates, self._input_bias(suffix))
@@ -135,9 +136,7 @@ class _Recurrent(Module):
         batch, steps = x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
         gates = permute(gates, (1, 2, 0, 3) if batch_first else (0, 2, 1, 3))
         # A reshape puts the elements in order, once: then each step is a view.
-        flat = reshape(gates, (steps, self.gates * batch * self.hidden_size))
-        shape = (self.gates, batch, self.hidden_size)
-        return [reshape(step, shape) for step in _rows(flat)]
+        return _rows(reshape(reshape(gates, -1), (steps, self.gates, batch, self.hidden_size)))
 
     def _input_bias(self, suffix: str) -> Tensor:
         raise NotImplementedError
@@ -224,12 +223,11 @@ class LSTM(_Recurrent):
 
     def _step(self, gates: Tensor, state: tuple[Tensor, ...], prepared: Any) -> tuple[Tensor, ...]:
         h, c = state
-        gates = add(gates, matmul(h, prepared))  # (4, batch, hidden): i, f, g, o
-        entering, new, leaving = split(gates, (2, 1, 1))
-        i, f = (reshape(gate, c.shape) for gate in split(sigmoid(entering), 2))
-        g, o = reshape(tanh(new), c.shape), reshape(sigmoid(leaving), c.shape)
-        c = add(mul(f, c), mul(i, g))
-        return mul(o, tanh(c)), c
+        gates = add(gates, matmul(h, prepared))
+        entering, g, o = split(gates, (2, 1, 1), axis=1)
+        i, f = split(sigmoid(entering), 2, axis=1)
+        c = add(mul(f, c), mul(i, tanh(g)))
+        return mul(sigmoid(o), tanh(c)), c
 
 
 class GRU(_Recurrent):
@@ -269,11 +267,10 @@ class GRU(_Recurrent):
     def _step(self, gates: Tensor, state: tuple[Tensor, ...], prepared: Any) -> tuple[Tensor, ...]:
         (h,) = state
         weight, bias = prepared
-        entering, new = split(gates, (2, 1))
-        recurrent, inner = split(matmul(h, weight), (2, 1))  # (2, batch, hidden), (1, ...)
-        inner = reshape(inner, h.shape)
+        entering, new = split(gates, (2, 1), axis=1)
+        recurrent, inner = split(matmul(h, weight), (2, 1), axis=1)
         if bias is not None:
             inner = add(inner, bias)
-        r, z = (reshape(gate, h.shape) for gate in split(sigmoid(add(entering, recurrent)), 2))
-        n = tanh(add(reshape(new, h.shape), mul(r, inner)))
+        r, z = split(sigmoid(add(entering, recurrent)), 2, axis=1)
+        n = tanh(add(new, mul(r, inner)))
         return (add(n, mul(z, sub(h, n))),)

@@ -49,13 +49,11 @@ def sizes(layer: str, name: str, value: Any, count: int, lowest: int = 1) -> tup
     listed = tuple(value) if isinstance(value, (tuple, list)) else (value,) * count
     if len(listed) != count:
         raise SettingError(f"{layer}: {name} must be a number or {count} of them; got {value!r}")
-    if lowest == 0:
-        return tuple(0 if _is_zero(n) else positive_integer(layer, name, n) for n in listed)
-    return tuple(positive_integer(layer, name, n) for n in listed)
-
-
-def _is_zero(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value == 0
+    if lowest > 0:
+        return tuple(positive_integer(layer, name, n) for n in listed)
+    if not all(isinstance(n, (int, np.integer)) and n >= 0 for n in listed):
+        raise SettingError(f"{layer}: {name} must be an integer of at least 0; got {value!r}")
+    return tuple(int(n) for n in listed)
 
 
 def share(layer: str, name: str, value: Any) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 from .._ffi import lib
 from ..checks import positive_integer
 from ..device import Device
-from ..dtypes import int32
+from ..dtypes import float32, int32
 from ..errors import SettingError
 from ..graph import Op, Shape, Spec
 from ..lowering import GgmlTensor, Lowering
@@ -76,8 +76,10 @@ def _lower_dropout(b: Lowering, x: GgmlTensor, key: GgmlTensor, *, p: float) -> 
     x = b.contiguous(x)
     if b.own_kernels:
         return lib.pg_dropout(b.ctx, key, x, *_threshold_and_scale(p))
-    # ggml has no random numbers: this one node runs on the CPU, wherever its neighbours do
-    return lib.ggml_mul(b.ctx, x, lib.pg_dropout_mask(b.ctx, key, x, *_threshold_and_scale(p)))
+    # ggml has no random numbers: this one node runs on the CPU, wherever its neighbours do. Of x it
+    # needs the shape only, so x stays where it is.
+    like = b.new(tuple(reversed(list(x.ne))), float32)
+    return lib.ggml_mul(b.ctx, x, lib.pg_dropout_mask(b.ctx, key, like, *_threshold_and_scale(p)))
 
 
 def _reference_dropout(x: np.ndarray, key: np.ndarray, *, p: float) -> np.ndarray:

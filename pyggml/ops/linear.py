@@ -49,6 +49,8 @@ def _lower_matmul(b: Lowering, x: GgmlTensor, y: GgmlTensor) -> GgmlTensor:
     y = b.contiguous(lib.ggml_transpose(b.ctx, y))
     if [x.ne[3], x.ne[2]] != batch:
         x = b.broadcast(x, (*batch, x.ne[1], x.ne[0]))
+    if y.ne[3] != batch[0]:  # ggml's Vulkan backend broadcasts the other batch axis only
+        y = b.broadcast(y, (batch[0], y.ne[2], y.ne[1], y.ne[0]))
     product = lib.ggml_mul_mat(b.ctx, y, b.contiguous(x))
     lib.ggml_mul_mat_set_prec(product, lib.GGML_PREC_F32)
     return product

@@ -75,10 +75,10 @@ def _first_of_each_window(
     below = lib.ggml_neg(b.ctx, lib.ggml_sub(b.ctx, covered, largest))
     is_largest = lib.ggml_scale_bias(b.ctx, lib.ggml_step(b.ctx, below), -1.0, 1.0)
     ones = lib.ggml_fill(b.ctx, b.new((count, count), float32), 1.0)
-    before = lib.ggml_mul_mat(  # how many there are before each
-        b.ctx, lib.ggml_tri(b.ctx, ones, lib.GGML_TRI_TYPE_LOWER), is_largest
-    )
-    is_later = lib.ggml_step(b.ctx, before)
+    earlier = lib.ggml_tri(b.ctx, ones, lib.GGML_TRI_TYPE_LOWER)
+    windows = b.reshape(is_largest, (planes * oh * ow, count))  # of all planes at once
+    before = b.reshape(lib.ggml_mul_mat(b.ctx, earlier, windows), (planes, oh, ow, count))
+    is_later = lib.ggml_step(b.ctx, before)  # whether there is one before it
     return lib.ggml_mul(b.ctx, is_largest, lib.ggml_scale_bias(b.ctx, is_later, -1.0, 1.0))
 
 

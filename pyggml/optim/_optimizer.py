@@ -9,11 +9,12 @@ import numpy as np
 
 from ..checks import number_in, positive_integer
 from ..dtypes import float32
-from ..errors import GradError, SettingError, ShapeError
+from ..errors import DeviceError, GradError, SettingError, ShapeError
 from ..graph import PLAIN, DerivedCache, Frame, Node, Op, Source, find_node, state
 from ..ops import mul
 from ..plan import evaluate
 from ..tensor import Tensor, node_in, passing
+from ..transfer import source_on
 from ._clipping import gradient_norm
 
 Parameters = Iterable[Tensor] | Mapping[str, Tensor]
@@ -258,8 +259,16 @@ class Optimizer:
         is_scaled = scale != 1.0 or self.clip_norm is not None
         factor = bind_number(scale) if is_scaled else None
         for parameter, _ in pairs:
-            if parameter not in self._state:
+            if parameter.device is not device:
+                raise DeviceError(
+                    f"{type(self).__name__}: parameters must live on one device; got "
+                    f"{device.name} and {parameter.device.name}; use an optimizer for each"
+                )
+            states = self._state.get(parameter)
+            if states is None:
                 self._state[parameter] = self._sources(parameter, self.init_single(parameter))
+            elif states and states[0].device is not device:  # the parameter was moved
+                self._state[parameter] = tuple(source_on(state, device) for state in states)
         nodes = [
             (node_in(p, frame), node_in(g, frame), *[frame.bind(s) for s in self._state[p]])
             for p, g in pairs

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..autograd import no_grad
 from ..data import DataLoader, batch_length, map_arrays
+from ..device import Device
 from ..errors import SettingError, ShapeError
 from ..nn import Module
 from ..tensor import Tensor, make_tensor
@@ -40,25 +41,8 @@ def evaluate(
     >>> pg.train.evaluate(model, loader, metrics=pg.train.accuracy)
     {'accuracy': 1.0}
     """
-    named, forward = named_metrics("evaluate", metrics), forward or forward_pair
-    total, samples = 0.0, 0
-    gathered = []
-    with mode(model, training=False), no_grad():
-        for batch in batches_of("evaluate", data):
-            count = batch_length(batch)
-            outputs, targets = forward(model, batch)
-            if loss is not None:  # computes the outputs too: they are still held
-                total += float(loss(outputs, targets).item()) * count
-            samples += count
-            if named:
-                gathered.append((as_arrays(outputs), as_arrays(targets)))
-    if not samples:
-        raise SettingError("evaluate: there is no batch in the data")
-    result = {} if loss is None else {"loss": total / samples}
-    if named:
-        whole = joined("evaluate", gathered)
-        result.update({name: float(metric(*whole)) for name, metric in named.items()})
-    return result
+    named = named_metrics("evaluate", metrics)
+    return evaluated(model, data, loss, named, forward or pair_forward(model))
 
 
 def predict(model: Any, data: Any, *, forward: Callable[[Any, Any], Any] | None = None) -> Any:
@@ -72,9 +56,11 @@ def predict(model: Any, data: Any, *, forward: Callable[[Any, Any], Any] | None 
     array([0., 2., 4.], dtype=float32)
     """
 
+    device = device_of(model)
+
     def call(model: Any, batch: Any) -> Any:
         inputs = batch[:-1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else (batch,)
-        return model(*tensors_of(model, inputs))
+        return model(*(as_tensor_on(array, device) for array in inputs))
 
     with mode(model, training=False), no_grad():
         outputs = [as_arrays((forward or call)(model, b)) for b in batches_of("predict", data)]
@@ -108,22 +94,61 @@ def accuracy(outputs: np.ndarray, targets: np.ndarray) -> float:
 # ---- what fit needs as well ----------------------------------------------------------------------
 
 
-def forward_pair(model: Any, batch: Any) -> tuple[Any, Any]:
-    """Return the model's outputs for a batch (x, y), and y; all but the last are inputs."""
-    if not isinstance(batch, (tuple, list)) or len(batch) < 2:
-        raise SettingError(
-            f"fit: a batch must be a tuple (x, y); got {type(batch).__name__}; give forward=, a "
-            "function (model, batch) that returns outputs and targets"
-        )
-    *inputs, targets = tensors_of(model, batch)
-    return model(*inputs), targets
+def evaluated(
+    model: Any,
+    data: Any,
+    loss: Loss | None,
+    metrics: dict[str, Metric],
+    forward: Forward,
+    after_batch: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """Return what evaluate returns."""
+    total, samples = 0.0, 0
+    gathered = []
+    with mode(model, training=False), no_grad():
+        for batch in batches_of("evaluate", data):
+            count = batch_length(batch)
+            outputs, targets = forward(model, batch)
+            if loss is not None:  # computes the outputs too: they are still held
+                total += float(loss(outputs, targets).item()) * count
+            samples += count
+            if metrics:
+                gathered.append((as_arrays(outputs), as_arrays(targets)))
+            after_batch()
+    if not samples:
+        raise SettingError("evaluate: there is no batch in the data")
+    result = {} if loss is None else {"loss": total / samples}
+    if metrics:
+        whole = joined("evaluate", gathered)
+        result.update({name: float(metric(*whole)) for name, metric in metrics.items()})
+    return result
 
 
-def tensors_of(model: Any, arrays: Iterable[Any]) -> list[Tensor]:
-    """Return arrays as tensors, where the model is."""
-    parameter = next(iter(model.parameters()), None) if isinstance(model, Module) else None
-    device = None if parameter is None else parameter.device
-    return [a if isinstance(a, Tensor) else make_tensor(a, device=device) for a in arrays]
+def pair_forward(model: Any) -> Forward:
+    """Return the forward function for batches (x, y): all but the last are inputs."""
+    device = device_of(model)
+
+    def forward(model: Any, batch: Any) -> tuple[Any, Any]:
+        if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+            raise SettingError(
+                f"fit: a batch must be a tuple (x, y); got {type(batch).__name__}; give forward=, "
+                "a function (model, batch) that returns outputs and targets"
+            )
+        *inputs, targets = (as_tensor_on(array, device) for array in batch)
+        return model(*inputs), targets
+
+    return forward
+
+
+def device_of(model: Any) -> Device | None:
+    """Return where a module's parameters are; None, the current device, if it has none."""
+    parameters = model.named_parameters() if isinstance(model, Module) else iter(())
+    return next((parameter.device for _, parameter in parameters), None)
+
+
+def as_tensor_on(value: Any, device: Device | None) -> Tensor:
+    """Return an array as a tensor on a device; a tensor as it is."""
+    return value if isinstance(value, Tensor) else make_tensor(value, device=device)
 
 
 def batches_of(op: str, data: Any, batch_size: int = 64) -> Iterable[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -30,10 +31,10 @@ from ._evaluate import (
     Loss,
     Metrics,
     as_arrays,
-    evaluate,
-    forward_pair,
+    evaluated,
     mode,
     named_metrics,
+    pair_forward,
 )
 from ._state import FitState, History
 
@@ -102,7 +103,7 @@ def fit(
     True
     """
     _check(loader, epochs, on_nonfinite, state_path, save_every, resume)
-    named, forward = named_metrics("fit", metrics), forward or forward_pair
+    named, forward = named_metrics("fit", metrics), forward or pair_forward(model)
     state = FitState(model, optimizer, History(), skipped_before=optimizer.skipped)
     saved = _Saved(state_path, state, loader, callbacks, generator)
     if resume:
@@ -115,7 +116,7 @@ def fit(
 
     shown = _Bar(progress, epochs, state, loader)
     with mode(model, training=True), _Interrupts() as interrupts, shown as bar:
-        while state.epoch < epochs and state.stop is None:
+        while state.is_trained or (state.epoch < epochs and state.stop is None):
             started = time.perf_counter()
             for batch in _rest_of_epoch(loader, state):
                 samples = batch_length(batch)
@@ -148,12 +149,15 @@ def fit(
                 if state.stop is not None:
                     break
 
+            state.is_trained = True
             if flush:
                 optimizer.flush()
-            row = state.close_epoch()
+            found = {}
             if validation is not None:
-                found = evaluate(model, validation, loss=loss, metrics=named, forward=forward)
-                row.update({f"val_{name}": number for name, number in found.items()})
+                poll = functools.partial(interrupts.check, saved)
+                found = evaluated(model, validation, loss, named, forward, after_batch=poll)
+            row = state.close_epoch()
+            row.update({f"val_{name}": number for name, number in found.items()})
             row["seconds"] = time.perf_counter() - started
             state.history.rows.append(row)
             for callback in callbacks:
@@ -188,6 +192,10 @@ def _check(
     if state_path is None and (resume or save_every is not None):
         name = "resume" if resume else "save_every"
         raise SettingError(f"fit: {name} needs state_path=, the file of the state")
+    if state_path is not None:
+        folder = os.path.dirname(os.path.realpath(state_path))
+        if not os.path.isdir(folder):
+            raise SettingError(f"fit: state_path needs a folder that is there; make {folder}")
     if isinstance(loader, (tuple, Mapping, np.ndarray)) or not isinstance(loader, Iterable):
         raise SettingError(
             f"fit: needs batches to loop over; got {type(loader).__name__}; make a loader of "
@@ -244,6 +252,8 @@ class _Saved:
 
 def _rest_of_epoch(loader: Iterable[Any], state: FitState) -> Iterable[Any]:
     """Return the batches that are left: a loader that knows its position gives no others."""
+    if state.is_trained:  # the run was stopped while it validated
+        return ()
     if state.batch and not hasattr(loader, "load_state_dict"):
         return itertools.islice(loader, state.batch, None)
     return loader
@@ -314,16 +324,18 @@ class _Interrupts:
             signal.signal(signal.SIGINT, self._note)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if self._is_ours:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self._is_noted and kind is None:
+            raise KeyboardInterrupt("fit: Ctrl-C came when the run had just ended")
 
     def _note(self, number: int, frame: Any) -> None:
         if self._is_noted:
             raise KeyboardInterrupt
         self._is_noted = True
         # Not print: the interrupted code may be in the middle of one.
-        os.write(2, b"\nfit: stopping after this step; Ctrl-C again stops at once\n")
+        os.write(2, b"\nfit: stopping after this batch; Ctrl-C again stops at once\n")
 
     def check(self, saved: _Saved) -> None:
         """Save the state and raise KeyboardInterrupt, if Ctrl-C came."""

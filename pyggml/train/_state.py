@@ -121,6 +121,8 @@ class FitState:
     """The learning rate of the last step."""
     updated: bool = False
     """Whether the last step was an update, and did not only fill the window."""
+    is_trained: bool = False
+    """Whether the epoch has had all its batches, and only its validation is left."""
     stop: str | None = None
     """Why to end the run, once a callback wants it to."""
     sums: Row = field(default_factory=dict)  # of the epoch: numbers times samples
@@ -160,7 +162,7 @@ class FitState:
         row.update({name: total / self.samples for name, total in self.sums.items()})
         row["lr"], row["updates"] = self.lr, self.optimizer.t
         row["skipped"] = self.skipped + self.optimizer.skipped - self.skipped_before
-        self.sums, self.samples, self.skipped, self.batch = {}, 0, 0, 0
+        self.sums, self.samples, self.skipped, self.batch, self.is_trained = {}, 0, 0, 0, False
         self.skipped_before = self.optimizer.skipped
         return row
 
@@ -175,5 +177,16 @@ class FitState:
         self.history.rows = list(values["rows"])
 
 
-_SAVED = ("epoch", "step", "batch", "loss", "lr", "stop", "sums", "samples", "skipped",
-          "skipped_before")  # fmt: skip
+_SAVED = (
+    "epoch",
+    "step",
+    "batch",
+    "loss",
+    "lr",
+    "is_trained",
+    "stop",
+    "sums",
+    "samples",
+    "skipped",
+    "skipped_before",
+)

@@ -353,8 +353,8 @@ static void run_conv2d_weight(struct ggml_tensor * dst, int ith, int nth, void *
     const struct conv v = conv_of(dst->src[0], dst, dst->src[1], dst);
     const float * x = dst->src[0]->data;
     float * g = dst->src[1]->data, * out = dst->data;
-    /* Every worker sums over all images, for its own blocks of the weight: some rows of the unfolded input, and, if those are too
-     * few to go round, some of the outputs. */
+    /* Every worker sums over all images, for its own blocks of the weight: some rows of the unfolded input, and, if those are
+     * too few to go round, some of the outputs. */
     const int64_t per_group = (nth + v.groups - 1) / v.groups;
     const int64_t rounds = (v.rows + TILE_ROWS * per_group - 1) / (TILE_ROWS * per_group) * per_group;
     const int64_t height = MIN(MAX((v.rows + rounds - 1) / rounds, LEAST_ROWS), v.rows);

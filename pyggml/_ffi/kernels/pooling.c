@@ -33,29 +33,38 @@ static int64_t inside(const struct pool * v, int64_t ox, int64_t j, int64_t n, i
 
 /* ---- max ---- */
 
-/* The largest element of n windows in a row of outputs, and where in the plane it is. */
-static void find_max(
+/* The largest element of n windows in a row of outputs, and where in the plane it is. Windows with NaN come out wrong, unless
+ * careful; returns whether there are any. */
+static inline bool scan(
     const struct pool * v, const float * restrict plane, int64_t oy, int64_t ox, int64_t n, float * restrict best,
-    int32_t * restrict place) {
+    int32_t * restrict place, bool careful) {
+    const int64_t top = oy * v->stride_h - v->pad_h, left = ox * v->stride_w - v->pad_w, stride = v->stride_w;
+    int32_t nans = 0;
     for (int64_t t = 0; t < n; t++) {
         best[t]  = -INFINITY;
-        place[t] = -1;
+        place[t] = (int32_t) (MAX(top, 0) * v->w + MAX(left + t * stride, 0)); /* the first that is not padding */
     }
-    for (int64_t i = 0; i < v->kh; i++) {
-        const int64_t iy = oy * v->stride_h - v->pad_h + i;
-        if (iy < 0 || iy >= v->h) {
-            continue;
-        }
+    for (int64_t i = MAX(-top, 0); i < v->kh && top + i < v->h; i++) {
         for (int64_t j = 0; j < v->kw; j++) {
             int64_t low, high;
-            const int64_t from = iy * v->w + inside(v, ox, j, n, &low, &high), stride = v->stride_w;
+            const int64_t from = (top + i) * v->w + inside(v, ox, j, n, &low, &high);
             for (int64_t t = low; t < high; t++) {
                 const float value = plane[from + t * stride];
-                const bool better = (value > best[t]) | ((value != value) & (best[t] == best[t])) | (place[t] < 0);
+                const int32_t is_nan = value != value;
+                const bool better = careful ? (value > best[t]) | (is_nan & (best[t] == best[t])) : value > best[t];
                 best[t]  = better ? value : best[t];
                 place[t] = better ? (int32_t) (from + t * stride) : place[t];
+                nans |= is_nan;
             }
         }
+    }
+    return nans != 0;
+}
+
+static void find_max(
+    const struct pool * v, const float * plane, int64_t oy, int64_t ox, int64_t n, float * best, int32_t * place) {
+    if (scan(v, plane, oy, ox, n, best, place, false)) {
+        scan(v, plane, oy, ox, n, best, place, true);
     }
 }
 
