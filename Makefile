@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # What the installed package is made from; the Python files themselves are used from here.
 INPUTS := pyproject.toml build_ggml.py pyggml/_version.py $(wildcard pyggml/_ffi/kernels/*)
 
-.PHONY: help demo examples test lint docs bench build clean
+.PHONY: help demo examples test lint docs bench vulkan-deps build clean
 .DELETE_ON_ERROR:
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make lint      check style and types"
 	@echo "make docs      build the documentation into site/; a warning is an error"
 	@echo "make bench     measure against PyTorch (installs it)"
+	@echo "make vulkan-deps  install what building for Vulkan needs (Debian, Ubuntu)"
 	@echo "make build     build the native part into pyggml/_ffi, and a wheel into dist/"
 	@echo "make clean     remove what was built here (the cache stays: see python build_ggml.py --help)"
 	@echo "PYTHON=python3.12 chooses the Python that .venv is made with."
@@ -68,6 +69,9 @@ docs: $(VENV)/docs
 bench: $(VENV)/bench
 	@echo "make: running the benchmarks; other work on this machine spoils them"
 	@set -e; for file in benchmarks/bench_*.py; do echo "make: $$file"; $(RUN) $$file; done
+
+vulkan-deps:
+	@$(PYTHON) tools/vulkan_deps.py
 
 build: | $(RUN)
 	@echo "make: building a wheel into dist/"

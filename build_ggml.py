@@ -324,10 +324,22 @@ def can_link(cc: list[str], flags: list[str]) -> bool:
         return subprocess.run(command, capture_output=True).returncode == 0
 
 
+def vulkan_headers_folder() -> Path:
+    """Return the folder for Vulkan headers that `make vulkan-deps` gets where they are too old."""
+    return cache_folder() / "vulkan-headers"
+
+
+def newer_vulkan_headers() -> str:
+    """Return the folder of Vulkan headers that `make vulkan-deps` got, or an empty text."""
+    folder = vulkan_headers_folder()
+    return str(folder) if (folder / "vulkan" / "vulkan_core.h").is_file() else ""
+
+
 def inspect_vulkan(options: Options, cc: list[str]) -> tuple[list[str], list[BuildError]]:
     """Return what was found of the Vulkan backend's tools, and an error for each that was not."""
     kit = os.environ.get("VULKAN_SDK", "")
-    folders = [f for f in (options.vulkan_include, kit and f"{kit}/include") if f]
+    include = options.vulkan_include or newer_vulkan_headers()
+    folders = [f for f in (include, kit and f"{kit}/include") if f]
     found, errors = [], []
     glslc = shutil.which("glslc", path=f"{kit}/bin{os.pathsep}{os.environ.get('PATH', '')}")
     if glslc:
@@ -346,7 +358,8 @@ def inspect_vulkan(options: Options, cc: list[str]) -> tuple[list[str], list[Bui
         if version:
             name += f" (these are {'.'.join(map(str, version))})"
         get = (
-            "apt install libvulkan-dev, dnf install vulkan-headers, pacman -S vulkan-headers; "
+            "make vulkan-deps (Debian, Ubuntu), dnf install vulkan-headers, "
+            "pacman -S vulkan-headers; "
             f"newer ones than the system's are named by {environment_name('vulkan-include')}"
         )
         errors.append(missing(name, "compile ggml's Vulkan backend", get))
@@ -488,8 +501,9 @@ def cmake_arguments(options: Options, vulkan: bool, commit: str) -> list[str]:
         "GGML_BACKEND_DL": portable,
         "GGML_CPU_ALL_VARIANTS": portable,
     }
-    if vulkan and options.vulkan_include:
-        settings["Vulkan_INCLUDE_DIR"] = str(Path(options.vulkan_include).resolve())
+    include = options.vulkan_include or newer_vulkan_headers()
+    if vulkan and include:
+        settings["Vulkan_INCLUDE_DIR"] = str(Path(include).resolve())
     words = {True: "ON", False: "OFF"}
     return [
         *(f"-D{k}={words[v] if isinstance(v, bool) else v}" for k, v in settings.items()),
@@ -823,7 +837,8 @@ def build_sdist(directory: str, settings: Any = None) -> str:
             if not re.search(r"/_ffi/(lib(/|$)|.*\.so$)", member.name):
                 new.addfile(member, old.extractfile(member) if member.isfile() else None)
         present = set(old.getnames())
-        for part in ("build_ggml.py", "Makefile", "tests", "examples", "benchmarks", "docs"):
+        folders = ("tests", "examples", "benchmarks", "docs", "tools")
+        for part in ("build_ggml.py", "Makefile", *folders):
             for path in sorted([ROOT / part, *(ROOT / part).rglob("*")]):
                 inside = f"{top}/{path.relative_to(ROOT).as_posix()}"
                 if path.is_file() and path.suffix != ".pyc" and inside not in present:

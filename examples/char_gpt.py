@@ -33,6 +33,13 @@ except ModuleNotFoundError as error:
     sys.exit(f"char_gpt.py: {error.name} is missing; in pyggml's folder: pip install '.[examples]'")
 
 
+def count(text: str) -> int:
+    """Read a whole number of at least 1."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1; got {text}")
+    return int(text)
+
+
 def parse_flags() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
@@ -41,35 +48,35 @@ def parse_flags() -> argparse.Namespace:
         allow_abbrev=False,
     )
     flag = parser.add_argument
-    flag("--characters", type=int, default=1_000_000, metavar="N", help="length of the text")
-    flag("--layers", type=int, default=4, metavar="N", help="transformer layers")
-    flag("--heads", type=int, default=4, metavar="N", help="attention heads of a layer")
-    flag("--width", type=int, default=128, metavar="N", help="numbers that stand for a character")
-    flag("--context", type=int, default=64, metavar="N", help="characters that the model sees")
+    flag("--characters", type=count, default=1_000_000, metavar="N", help="length of the text")
+    flag("--layers", type=count, default=4, metavar="N", help="transformer layers")
+    flag("--heads", type=count, default=4, metavar="N", help="attention heads of a layer")
+    flag("--width", type=count, default=128, metavar="N", help="numbers that stand for a character")
+    flag("--context", type=count, default=64, metavar="N", help="characters that the model sees")
     flag("--dropout", type=float, default=0.0, metavar="X", help="share of values dropped")
-    flag("--steps", type=int, default=2000, metavar="N", help="updates of the weights")
-    flag("--batch-size", type=int, default=32, metavar="N", help="windows of text in an update")
+    flag("--steps", type=count, default=2000, metavar="N", help="updates of the weights")
+    flag("--batch-size", type=count, default=32, metavar="N", help="windows of text in an update")
     flag("--lr", type=float, default=2e-3, metavar="X",
          help="AdamW's largest learning rate; it rises for --warmup updates, then falls to a "
               "tenth along a cosine")  # fmt: skip
-    flag("--warmup", type=int, default=100, metavar="N", help="updates until --lr is reached")
-    flag("--accumulate", type=int, default=1, metavar="N",
-         help="micro-batches that an update is split into: less memory, the same update")  # fmt: skip
+    flag("--warmup", type=count, default=100, metavar="N", help="updates until --lr is reached")
+    flag("--accumulate", type=count, default=1, metavar="N",
+         help="micro-batches of an update: less memory, the same update")  # fmt: skip
     flag("--checkpoint", action="store_true",
-         help="recompute each layer's values in the backward pass instead of keeping them")  # fmt: skip
-    flag("--every", type=int, default=200, metavar="N",
-         help="updates from one look at the held-out text, and saved state, to the next")  # fmt: skip
+         help="recompute each layer in the backward pass: less memory")  # fmt: skip
+    flag("--every", type=count, default=200, metavar="N",
+         help="updates after which to look at the held-out text and save the state")  # fmt: skip
     flag("--resume", action="store_true",
          help="go on from the state in --output; give the flags of the first run")  # fmt: skip
-    flag("--stop-after", type=int, default=None, metavar="N",
+    flag("--stop-after", type=count, default=None, metavar="N",
          help="stop after this many updates, for --resume to go on later")  # fmt: skip
-    flag("--samples", type=int, default=2, metavar="N", help="texts to write at the end")
-    flag("--length", type=int, default=400, metavar="N", help="characters of each")
+    flag("--samples", type=count, default=2, metavar="N", help="texts to write at the end")
+    flag("--length", type=count, default=400, metavar="N", help="characters of each")
     flag("--temperature", type=float, default=0.7, metavar="X",
-         help="towards 0 the likeliest character is taken, at 1 each as often as predicted")  # fmt: skip
+         help="near 0 the likeliest character; at 1 each as often as predicted")  # fmt: skip
     flag("--seed", type=int, default=0, metavar="N",
          help="decides the first weights, the windows and the samples")  # fmt: skip
-    flag("--threads", type=int, default=pg.get_num_threads(), metavar="N", help="CPU threads")
+    flag("--threads", type=count, default=pg.get_num_threads(), metavar="N", help="CPU threads")
     flag("--device", default="cpu", metavar="NAME",
          help="where to compute; python -m pyggml lists what there is")  # fmt: skip
     flag("--output", type=Path, default=Path("results/char_gpt"), metavar="FOLDER",
@@ -80,6 +87,12 @@ def parse_flags() -> argparse.Namespace:
         args.characters, args.layers, args.heads, args.width, args.context = 100_000, 2, 2, 32, 32
         args.steps, args.batch_size, args.warmup, args.every, args.lr = 60, 16, 10, 20, 1e-2
         args.length = 80
+    if args.batch_size % args.accumulate:
+        parser.error(f"argument --accumulate: must divide the batch size, {args.batch_size}")
+    if args.characters < 20 * args.context:
+        parser.error(f"argument --characters: must be at least {20 * args.context}, 20 contexts")
+    if not args.temperature > 0:
+        parser.error("argument --temperature: must be above 0")
     return args
 
 
@@ -164,7 +177,7 @@ def train(args: argparse.Namespace) -> None:
     losses, started = [], time.perf_counter()
     while opt.t < last:
         x, y = windows(fitted, args.batch_size, 0, opt.t)
-        for part in np.array_split(np.arange(args.batch_size), args.accumulate):
+        for part in np.split(np.arange(args.batch_size), args.accumulate):
             with ag.grad_tape():
                 loss = ag.softmax_cross_entropy(model(ag.tensor(x[part])), y[part])
             if args.accumulate == 1:
@@ -175,9 +188,11 @@ def train(args: argparse.Namespace) -> None:
         if opt.t % args.every == 0 or opt.t == last:
             model.eval()
             with ag.no_grad():
-                checks = [windows(held_out, args.batch_size, 1, i) for i in range(20)]
-                checked = [ag.softmax_cross_entropy(model(ag.tensor(x)), y) for x, y in checks]
-                check = float(np.mean([value.item() for value in checked]))
+                checks = []
+                for i in range(20):  # always the same windows
+                    x, y = windows(held_out, args.batch_size, 1, i)
+                    checks.append(ag.softmax_cross_entropy(model(ag.tensor(x)), y).item())
+                check = float(np.mean(checks))
             model.train()
             curve.append([opt.t, float(np.mean(losses)), check])
             seconds = (time.perf_counter() - started) / (len(losses) / args.accumulate)
@@ -194,15 +209,16 @@ def train(args: argparse.Namespace) -> None:
         print(f"---- sample {i} {'-' * 60}\n{written}")
     print("-" * 74)
     (args.output / "samples.txt").write_text("\n\n".join(samples), encoding="utf-8")
-    about = {"about": f"character GPT, held out {curve[-1][2]:.4f} nats", "alphabet": repr(alphabet)}
+    about = {
+        "about": f"character GPT, held out {curve[-1][2]:.4f} nats",
+        "alphabet": repr(alphabet),
+    }
     pg.io.save_weights(args.output / "weights.safetensors", model, about=about)
     beside = args.output / ".curve.png"  # complete before it takes the old one's place
     draw_curve(np.array(curve)).savefig(beside, dpi=150)
     os.replace(beside, args.output / "curve.png")
     print(f"held-out loss after {opt.t} updates: {curve[-1][2]:.4f} nats/character")
-    print(
-        "wrote weights.safetensors, state.safetensors, curve.png and samples.txt to", args.output
-    )
+    print("wrote weights.safetensors, state.safetensors, curve.png and samples.txt to", args.output)
 
 
 @ag.no_grad()

@@ -4,10 +4,13 @@ The data are the 442 patients that scikit-learn ships: age, sex, body mass index
 six blood values, and a measure of the disease a year later, from 25 to 346. A fifth of the patients
 is held out for the test. Of the others a quarter is the validation set, which decides when training
 stops and which epoch's weights are kept. The baseline, linear regression, learns from both.
-RESULT
+
+With the default flags the network explains 47 % of the variance (R2 0.470, mean of ten splits), and
+linear regression 46 % (0.456); single splits lie between 0.39 and 0.62, and the network is ahead in
+seven of the ten.
 
     python examples/diabetes.py
-    python examples/diabetes.py --splits 10
+    python examples/diabetes.py --splits 1 --seed 7 --hidden 64
 
 Written to results/diabetes, for the last split: weights.safetensors, history.csv and curve.png.
 """
@@ -34,6 +37,13 @@ except ModuleNotFoundError as error:
     sys.exit(f"diabetes.py: {error.name} is missing; in pyggml's folder: pip install '.[examples]'")
 
 
+def count(text: str) -> int:
+    """Read a whole number of at least 1."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1; got {text}")
+    return int(text)
+
+
 def parse_flags() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
@@ -42,19 +52,19 @@ def parse_flags() -> argparse.Namespace:
         allow_abbrev=False,
     )
     flag = parser.add_argument
-    flag("--splits", type=int, default=5, metavar="N",
+    flag("--splits", type=count, default=10, metavar="N",
          help="random splits of the patients to train on, one after another")  # fmt: skip
-    flag("--hidden", type=int, default=32, metavar="N", help="size of the hidden layer")
+    flag("--hidden", type=count, default=32, metavar="N", help="size of the hidden layer")
     flag("--dropout", type=float, default=0.2, metavar="X", help="share of hidden values dropped")
-    flag("--epochs", type=int, default=300, metavar="N", help="most passes over the training set")
-    flag("--patience", type=int, default=30, metavar="N",
+    flag("--epochs", type=count, default=300, metavar="N", help="most passes over the training set")
+    flag("--patience", type=count, default=30, metavar="N",
          help="epochs without a better validation loss after which training stops")  # fmt: skip
-    flag("--batch-size", type=int, default=32, metavar="N", help="patients in a training step")
+    flag("--batch-size", type=count, default=32, metavar="N", help="patients in a training step")
     flag("--lr", type=float, default=3e-3, metavar="X", help="AdamW's learning rate")
     flag("--weight-decay", type=float, default=0.1, metavar="X", help="AdamW's weight decay")
     flag("--seed", type=int, default=0, metavar="N",
          help="of the first split: decides the split, the first weights and the order")  # fmt: skip
-    flag("--threads", type=int, default=1, metavar="N", help="CPU threads; the network is tiny")
+    flag("--threads", type=count, default=1, metavar="N", help="CPU threads; the network is tiny")
     flag("--device", default="cpu", metavar="NAME",
          help="where to compute; python -m pyggml lists what there is")  # fmt: skip
     flag("--output", type=Path, default=Path("results/diabetes"), metavar="FOLDER",
@@ -107,8 +117,9 @@ def train(args: argparse.Namespace, seed: int) -> tuple[float, float]:
     score = r2_score(y_test, predicted)
     baseline = LinearRegression().fit(x_rest, y_rest).score(x_test, y_test)
     rmse = np.sqrt(np.mean((predicted - y_test) ** 2))
+    best = int(np.argmin(history["val_loss"])) + 1
     print(
-        f"split {seed}: {len(history)} epochs, the best was {int(np.argmin(history['val_loss'])) + 1}; "
+        f"split {seed}: {len(history)} epochs, the best was {best}; "
         f"R2 {score:.3f}, off by {rmse:.1f} (RMSE); linear regression {baseline:.3f}",
         flush=True,
     )

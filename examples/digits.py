@@ -62,9 +62,9 @@ def parse_flags() -> argparse.Namespace:
     flag("--label-smoothing", type=share, default=0.1, metavar="X",
          help="share of the target that is spread evenly over all ten digits")  # fmt: skip
     flag("--accumulate", type=count, default=1, metavar="N",
-         help="micro-batches that a training step is split into: less memory, the same update")  # fmt: skip
+         help="micro-batches of a training step: less memory, the same update")  # fmt: skip
     flag("--checkpoint", action="store_true",
-         help="recompute the layers' values in the backward pass instead of keeping them")  # fmt: skip
+         help="recompute the layers in the backward pass: less memory")  # fmt: skip
     flag("--seed", type=seed, default=0, metavar="N",
          help="decides the split, the first weights and the order of the images")  # fmt: skip
     flag("--threads", type=count, default=pg.get_num_threads(), metavar="N", help="CPU threads")

@@ -33,6 +33,13 @@ except ModuleNotFoundError as error:
     )
 
 
+def count(text: str) -> int:
+    """Read a whole number of at least 1."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1; got {text}")
+    return int(text)
+
+
 def parse_flags() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
@@ -41,9 +48,9 @@ def parse_flags() -> argparse.Namespace:
         allow_abbrev=False,
     )
     flag = parser.add_argument
-    flag("--epochs", type=int, default=30, metavar="N", help="passes over the training images")
-    flag("--batch-size", type=int, default=64, metavar="N", help="images in a training step")
-    flag("--channels", type=int, default=[32, 64], metavar="N", nargs=2,
+    flag("--epochs", type=count, default=30, metavar="N", help="passes over the training images")
+    flag("--batch-size", type=count, default=64, metavar="N", help="images in a training step")
+    flag("--channels", type=count, default=[32, 64], metavar="N", nargs=2,
          help="channels of the convolutions before and after the pooling")  # fmt: skip
     flag("--lr", type=float, default=3e-3, metavar="X",
          help="AdamW's learning rate at the start; it falls to 0 along a cosine")  # fmt: skip
@@ -52,7 +59,7 @@ def parse_flags() -> argparse.Namespace:
          help="share of the target that is spread evenly over all ten digits")  # fmt: skip
     flag("--seed", type=int, default=0, metavar="N",
          help="decides the split, the first weights and the order of the images")  # fmt: skip
-    flag("--threads", type=int, default=pg.get_num_threads(), metavar="N", help="CPU threads")
+    flag("--threads", type=count, default=pg.get_num_threads(), metavar="N", help="CPU threads")
     flag("--device", default="cpu", metavar="NAME",
          help="where to compute; python -m pyggml lists what there is")  # fmt: skip
     flag("--output", type=Path, default=Path("results/digits_cnn"), metavar="FOLDER",

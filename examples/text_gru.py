@@ -40,6 +40,13 @@ KINDS = ["function", "class"]
 PADDING, UNKNOWN = 0, 1
 
 
+def count(text: str) -> int:
+    """Read a whole number of at least 1."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1; got {text}")
+    return int(text)
+
+
 def parse_flags() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
@@ -48,20 +55,20 @@ def parse_flags() -> argparse.Namespace:
         allow_abbrev=False,
     )
     flag = parser.add_argument
-    flag("--files", type=int, default=1200, metavar="N", help="most source files to read")
-    flag("--vocabulary", type=int, default=4000, metavar="N", help="words that have a vector")
-    flag("--words", type=int, default=24, metavar="N", help="words of a text that are read")
-    flag("--width", type=int, default=64, metavar="N", help="numbers that stand for a word")
-    flag("--hidden", type=int, default=64, metavar="N", help="width of the GRU's state")
+    flag("--files", type=count, default=1200, metavar="N", help="most source files to read")
+    flag("--vocabulary", type=count, default=4000, metavar="N", help="words that have a vector")
+    flag("--words", type=count, default=24, metavar="N", help="words of a text that are read")
+    flag("--width", type=count, default=64, metavar="N", help="numbers that stand for a word")
+    flag("--hidden", type=count, default=64, metavar="N", help="width of the GRU's state")
     flag("--bidirectional", action="store_true", help="a second GRU reads from the end")
     flag("--dropout", type=float, default=0.5, metavar="X", help="share of values dropped")
-    flag("--epochs", type=int, default=12, metavar="N", help="passes over the training texts")
-    flag("--batch-size", type=int, default=64, metavar="N", help="texts in a training step")
+    flag("--epochs", type=count, default=12, metavar="N", help="passes over the training texts")
+    flag("--batch-size", type=count, default=64, metavar="N", help="texts in a training step")
     flag("--lr", type=float, default=3e-3, metavar="X",
          help="AdamW's learning rate at the start; it falls to 0 along a cosine")  # fmt: skip
     flag("--seed", type=int, default=0, metavar="N",
          help="decides the split, the first weights and the order of the texts")  # fmt: skip
-    flag("--threads", type=int, default=pg.get_num_threads(), metavar="N", help="CPU threads")
+    flag("--threads", type=count, default=pg.get_num_threads(), metavar="N", help="CPU threads")
     flag("--device", default="cpu", metavar="NAME",
          help="where to compute; python -m pyggml lists what there is")  # fmt: skip
     flag("--output", type=Path, default=Path("results/text_gru"), metavar="FOLDER",
@@ -98,6 +105,13 @@ def docstrings(most: int, rng: np.random.Generator) -> list[tuple[int, int, str]
     kinds = [[row for row in found.values() if row[1] == kind] for kind in range(len(KINDS))]
     fewest = min(map(len, kinds))
     return [rows[i] for rows in kinds for i in rng.permutation(len(rows))[:fewest]]
+
+
+def hide_words(batch: tuple, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Make a tenth of the words unknown, so that no text is learned by heart."""
+    words, kinds = batch
+    is_hidden = (rng.random(words.shape) < 0.1) & (words != PADDING)
+    return np.where(is_hidden, UNKNOWN, words), kinds
 
 
 def words_of(text: str) -> list[str]:
@@ -148,7 +162,7 @@ def train(args: argparse.Namespace) -> None:
     )
     loader = pg.data.DataLoader(
         (x_train, y_train), batch_size=args.batch_size, shuffle=True, seed=args.seed,
-        drop_last=True,  # one size of batch: one plan
+        drop_last=True, augment=hide_words,  # batches of one size need one plan
     )  # fmt: skip
 
     model = Classifier(len(vocabulary), args)

@@ -98,7 +98,9 @@ def test_signatures_are_those_of_the_source(api: ModuleType) -> None:
 
     assert api.signature(function) == "(x: Path, *, axis: int = 1, mode: str = 'a') -> bool"
     long = api.signature(pg.optim.AdamW)
-    assert long.startswith("(\n    params: Parameters,\n    lr: float | Schedule = 0.001,\n    *,\n")
+    assert long.startswith(
+        "(\n    params: Parameters,\n    lr: float | Schedule = 0.001,\n    *,\n"
+    )
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:

@@ -77,14 +77,15 @@ class Embedding(Module):
             rows[padding_idx] = 0.0
         self.padding_idx = padding_idx
         self.weight = parameter(rows)
-        # By row, 0 for the padding and 1 for the others.
-        self._is_trained = make_tensor(np.arange(self.num_embeddings) != padding_idx)
+        self._is_trained = None  # by row: 0 for the padding, 1 for the others
+        if padding_idx is not None:
+            self._is_trained = make_tensor(np.arange(self.num_embeddings) != padding_idx)
 
     def forward(self, indices: TensorLike) -> Tensor:
         if not isinstance(indices, Tensor):
             indices = make_tensor(indices, device=self.weight.device, op="Embedding")
         rows = embedding(self.weight, indices)
-        if self.padding_idx is None:
+        if self._is_trained is None:
             return rows
         is_trained = unsqueeze(take(self._is_trained, indices), axis=-1)
         return where(is_trained, rows, detach(rows))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import inf, prod
+from math import inf, isqrt, prod
 
 import numpy as np
 
@@ -61,12 +61,21 @@ def _reduce_in_stages(
     return x
 
 
+LONG_ROW = 4096  # elements; ggml's Vulkan backend sums a row in one workgroup, in float32
+
 # ---- sum -----------------------------------------------------------------------------------------
 
 
 def _sum_shape(x: Spec, *, axes: tuple[int, ...], keepdims: bool) -> Spec:
     need_floats("sum", x)
     return Spec(reduced_shape(x.shape, axes, keepdims), x.dtype)
+
+
+def _parts_of(length: int) -> int:
+    """Return the number of equal parts, near the root of it, to sum a long row in; 1 if none."""
+    if length < LONG_ROW:
+        return 1
+    return next(parts for parts in range(isqrt(length), 0, -1) if length % parts == 0)
 
 
 def _lower_sum(b: Lowering, x: GgmlTensor, *, axes: tuple[int, ...], keepdims: bool) -> GgmlTensor:
@@ -76,10 +85,13 @@ def _lower_sum(b: Lowering, x: GgmlTensor, *, axes: tuple[int, ...], keepdims: b
     stages = _reduction_stages(sizes, axes)
     if b.own_kernels:  # ggml's sums run on one thread
         return b.reshape(_reduce_in_stages(b, lib.pg_sum_middle, x, stages), result)
-    if len(stages) == 1 and stages[0][0] == stages[0][2] == 1:
-        return b.reshape(lib.ggml_sum(b.ctx, x), result)
     if len(stages) == 1 and stages[0][2] == 1:
-        return b.reshape(lib.ggml_sum_rows(b.ctx, b.reshape(x, stages[0][:2])), result)
+        rows, length, _ = stages[0]
+        parts = _parts_of(length)
+        if parts > 1:  # sums of sums are more exact, and give a GPU more to do at once
+            x = lib.ggml_sum_rows(b.ctx, b.reshape(x, (rows * parts, length // parts)))
+            length = parts
+        return b.reshape(lib.ggml_sum_rows(b.ctx, b.reshape(x, (rows, length))), result)
     kept = reduced_shape(sizes, axes, keepdims=True)
     return b.reshape(lib.ggml_repeat_back(b.ctx, x, b.new(kept, float32)), result)
 
