@@ -38,6 +38,7 @@ except ModuleNotFoundError as error:
 PACKAGES = ["numpy", "sklearn", "matplotlib"]
 KINDS = ["function", "class"]
 PADDING, UNKNOWN = 0, 1
+MOST_OF_FILE = 12  # texts: a few large files must not be most of what there is
 
 
 def count(text: str) -> int:
@@ -55,14 +56,14 @@ def parse_flags() -> argparse.Namespace:
         allow_abbrev=False,
     )
     flag = parser.add_argument
-    flag("--files", type=count, default=1200, metavar="N", help="most source files to read")
+    flag("--files", type=count, default=2000, metavar="N", help="most source files to read")
     flag("--vocabulary", type=count, default=4000, metavar="N", help="words that have a vector")
     flag("--words", type=count, default=24, metavar="N", help="words of a text that are read")
     flag("--width", type=count, default=64, metavar="N", help="numbers that stand for a word")
     flag("--hidden", type=count, default=64, metavar="N", help="width of the GRU's state")
     flag("--bidirectional", action="store_true", help="a second GRU reads from the end")
     flag("--dropout", type=float, default=0.5, metavar="X", help="share of values dropped")
-    flag("--epochs", type=count, default=12, metavar="N", help="passes over the training texts")
+    flag("--epochs", type=count, default=10, metavar="N", help="passes over the training texts")
     flag("--batch-size", type=count, default=64, metavar="N", help="texts in a training step")
     flag("--lr", type=float, default=3e-3, metavar="X",
          help="AdamW's learning rate at the start; it falls to 0 along a cosine")  # fmt: skip
@@ -96,7 +97,10 @@ def docstrings(most: int, rng: np.random.Generator) -> list[tuple[int, int, str]
             tree = ast.parse(paths[i].read_bytes())
         except (SyntaxError, ValueError):
             continue  # files that are broken on purpose
+        before = len(found)
         for node in ast.walk(tree):
+            if len(found) - before == MOST_OF_FILE:
+                break
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 paragraph = (ast.get_docstring(node) or "").split("\n\n")[0].lower()
                 if len(paragraph.split()) >= 3:

@@ -15,7 +15,7 @@ from typing import Any
 
 from . import graph
 from .checks import positive_integer
-from .errors import DTypeError, GradError, ShapeError
+from .errors import DTypeError, GradError, SettingError, ShapeError
 from .graph import Budget, Frame, Mode, Node, find_node, mode_of, source_index, state
 from .ops import add, full, sum_to
 from .ops.update import ACCUMULATE
@@ -125,6 +125,8 @@ class grad_tape(_Recording):
             state.memory_budget = self._memory_budget
             for frame in state.frames.values():
                 frame.memory_budget = self._memory_budget
+        elif self._memory_budget is not None:
+            raise SettingError("grad_tape: memory_budget belongs to the outermost tape")
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -172,7 +174,10 @@ def _gradient_nodes(
     key = (target, seed, wanted, state.mode)
     found = _gradients.get(key)
     if found is None or frame.lines is not None:  # the walk says which rule made which node
-        found = _gradients[key] = _walk(target, seed, wanted, frame)
+        count = len(frame.sources)
+        found = _walk(target, seed, wanted, frame)
+        if len(frame.sources) == count:  # a source that a rule made has another number next time
+            _gradients[key] = found
     return found
 
 
@@ -180,7 +185,8 @@ def _walk(
     target: Node, seed: Node, wanted: tuple[Node, ...], frame: Frame
 ) -> tuple[Node | None, ...]:
     order = graph_order([target])
-    between = set(wanted)  # the nodes on a path from a wanted one to the target
+    kept = set(wanted)
+    between = set(kept)  # the nodes on a path from a wanted one to the target
     for node in order:
         if node.requires_grad and any(parent in between for parent in node.inputs):
             between.add(node)
@@ -196,7 +202,7 @@ def _walk(
                 part = sum_to(part, parent.shape)
             before = totals.get(parent)
             totals[parent] = part if before is None else add(before, part)
-        if node not in wanted:
+        if node not in kept:
             del totals[node]
     return tuple(totals[node]._at[1] if node in totals else None for node in wanted)
 
@@ -281,6 +287,12 @@ def grad(
     (27.0, 18.0)
     """
     tensors = (wrt,) if isinstance(wrt, Tensor) else tuple(wrt)
+    for tensor in tensors:
+        if not tensor.requires_grad:
+            raise GradError(
+                f"grad: the tensor of shape {tensor.shape} was not recorded for gradients; make it "
+                "with ag.param or requires_grad=True, and compute from it inside ag.grad_tape()"
+            )
     frame, _, found = _gradients_of(
         "grad",
         target,
@@ -339,7 +351,7 @@ def backward(target: Tensor, *, seed: Tensor | None = None) -> dict[Tensor, Tens
                 part = grads[tensor] = pending(node, frame)
                 if tensor.grad is None:
                     tensor.grad = part
-                elif _nobody_else_holds(tensor):
+                elif frame.lines is None and _nobody_else_holds(tensor):
                     _add_in_place(tensor.grad, node, frame)
                 else:
                     tensor.grad = add(tensor.grad, part)
@@ -352,9 +364,8 @@ def _nobody_else_holds(tensor: Tensor) -> bool:
     Whoever keeps what an earlier ag.backward returned keeps its value.
     """
     assert tensor.grad is not None
-    source = tensor.grad._source
     # Each count includes the reference that is getrefcount's own argument.
-    return sys.getrefcount(tensor.grad) <= 2 and sys.getrefcount(source) <= 3
+    return sys.getrefcount(tensor.grad) <= 2 and sys.getrefcount(tensor.grad._source) <= 2
 
 
 def _add_in_place(gradient: Tensor, part: Node, frame: Frame) -> None:

@@ -36,6 +36,7 @@ class Device:
     kind: str
     description = ""  # the maker's name for it
     double = False  # whether floats are float64
+    has_committed = False  # whether the last run had begun to change sources when it ended
     max_plans = 64  # how many plans are kept; the least recently used one goes first
 
     def __init__(self) -> None:
@@ -110,6 +111,7 @@ class GgmlDevice(Device):
     """A backend of ggml, and one working buffer that all its plans share."""
 
     own_kernels = False  # whether pyggml's own kernels run on it
+    stops_for_signals = False  # whether a run can be stopped in the middle
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,6 +170,7 @@ class CpuDevice(GgmlDevice):
 
     name = "cpu"
     kind = "cpu"
+    stops_for_signals = True
     description = "ggml's CPU backend with pyggml's kernels"
 
     def __init__(self, n_threads: int | None = None, *, own_kernels: bool = True) -> None:
@@ -178,6 +181,15 @@ class CpuDevice(GgmlDevice):
         self._pool: Any = None
         self._active_threads = 0
         self._pid = 0
+        self._working: HostStorage | None = None
+
+    def working_buffer(self, size: int) -> Any:
+        """Return the address of a working buffer of at least so many bytes."""
+        if self._working is None or self._working.array.nbytes < size:
+            self._working = None  # before asking for more
+            self.epoch += 1
+            self._working = allocate((max(size, 1),), np.dtype(np.uint8))
+        return self._working.pointer
 
     def upload(self, array: np.ndarray, dtype: DType) -> HostStorage:
         storage = allocate(array.shape, dtype.numpy)
@@ -219,7 +231,9 @@ class CpuDevice(GgmlDevice):
         if n_threads != self._active_threads:
             lib.ggml_backend_cpu_set_n_threads(self._backend, n_threads)
             self._active_threads = n_threads
+        lib.pg_begin_run()
         status = lib.ggml_backend_graph_compute(self._backend, graph)
+        self.has_committed = lib.pg_has_committed()
         if status != lib.GGML_STATUS_SUCCESS:
             self.check_status(status)
 
@@ -232,6 +246,8 @@ class CpuDevice(GgmlDevice):
     def clear_plans(self) -> None:
         with self.lock:
             super().clear_plans()
+            self._working = None
+            self.epoch += 1
             release_idle()
 
     def _start(self) -> None:

@@ -57,6 +57,7 @@ class GgmlPlan:
         self.graph = lib.ggml_new_graph_custom(self.context, capacity, False)
         full = size - SPARE_TENSORS * lib.ggml_tensor_overhead()
 
+        self._commits = False  # whether the graph says when it begins to change sources
         b = Lowering(self.context, self.graph, self.device.own_kernels)
         made: dict[Step, GgmlTensor] = {}
         self.input_indices = [index for index, _ in program.sources]
@@ -69,6 +70,9 @@ class GgmlPlan:
             if lib.ggml_used_mem(self.context) > full:
                 raise _TooSmall
             node = step.node
+            if node.op.mutates and not self._commits and self.device.stops_for_signals:
+                b.add(lib.pg_commit(self.context))
+                self._commits = True
             inputs = [made[i] for i in step.inputs]
             first = lib.ggml_graph_n_nodes(self.graph)
             made[step] = b.add(node.op.lower(b, *inputs, **dict(node.settings)))
@@ -94,7 +98,7 @@ class GgmlPlan:
         for step in program.effects:
             lower(step)
 
-        self._scratch = [tensor for tensor in b.made if tensor not in set(self.input_tensors)]
+        self._scratch = b.made[len(self.input_tensors) :]
         external = [*self.input_tensors, *self.output_tensors]
         self._external = ffi.new("struct ggml_tensor *[]", external)
         self._n_external = len(external)
@@ -186,16 +190,39 @@ class GgmlPlan:
 
 
 class CpuPlan(GgmlPlan):
-    """A compiled program on the CPU backend."""
+    """A compiled program on the CPU backend, with pyggml's own placement in the working buffer."""
 
     device: CpuDevice
 
     def __init__(self, program: Program, device: CpuDevice) -> None:
         super().__init__(program, device)
-        self.n_threads = min(device.n_threads, threads_worth_starting(program))
+        self.most_threads = threads_worth_starting(program)
+        self._place()
+
+    def _place(self) -> None:
+        for i in range(self._n_external):  # any address: they have no place in the buffer
+            self._external[i].data = self._external
+        self._leaves = ffi.new("struct ggml_tensor *[]", self._scratch)
+        self._node_offsets = ffi.new("int64_t[]", lib.ggml_graph_n_nodes(self.graph))
+        self._leaf_offsets = ffi.new("int64_t[]", len(self._scratch))
+        self._places = (
+            self.graph, self._node_offsets, self._leaves, len(self._scratch), self._leaf_offsets
+        )  # fmt: skip
+        self._size = lib.pg_place_tensors(*self._places)
+        if self._size < 0:
+            raise DeviceMemoryError("plan: no memory to plan this program in")
+
+    def _allocate(self) -> None:
+        address = self.device.working_buffer(self._size)
+        lib.pg_set_addresses(*self._places, address)
+        self.epoch = self.device.epoch
+
+    @property
+    def working_bytes(self) -> int:
+        return self._size
 
     def _compute(self) -> None:
-        self.device.compute(self.graph, self.n_threads)
+        self.device.compute(self.graph, min(self.most_threads, self.device.n_threads))
 
 
 # Sharing a node costs a barrier; it is worth it when a worker's part takes longer than that.

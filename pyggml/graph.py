@@ -148,7 +148,7 @@ class Node:
         return f"{self.op.name}{list(self.shape)}"
 
 
-_PACKAGE = os.path.dirname(os.path.abspath(__file__))
+_PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 
 
 def calling_line() -> tuple[str, int]:
@@ -392,6 +392,13 @@ class State(threading.local):
         frame = self.frame = self.frames[device] = Frame(device, self.tracing > 0)
         frame.memory_budget = self.memory_budget
         return frame
+
+    def leave(self, frame: Frame) -> None:
+        """Record what comes next into another frame than this one."""
+        if self.frames.get(frame.device) is frame:
+            del self.frames[frame.device]
+        if self.frame is frame:
+            self.frame = NOWHERE
 
     def inside(self, frame: Frame, mode: Mode) -> _Inside:
         """Record into a given frame, in a given mode, for the length of a with block."""

@@ -47,14 +47,34 @@ class _LargeStorage(HostStorage):
         self.block = block
 
     def __del__(self) -> None:
-        size = self.block.nbytes
-        if idle_bytes() + size <= MAX_IDLE:
-            _idle.setdefault(size, []).append(self.block)
+        keep_idle(self.block)
+
+
+def keep_idle(block: np.ndarray) -> None:
+    """Keep a block for the next request of its size; let go of the sizes not asked for lately."""
+    if block.nbytes > MAX_IDLE:
+        return
+    _idle.setdefault(block.nbytes, []).append(block)
+    try:
+        while idle_bytes() > MAX_IDLE:
+            oldest = next(iter(_idle))
+            if _idle[oldest]:
+                _idle[oldest].pop()
+            else:
+                del _idle[oldest]
+    except (KeyError, IndexError, StopIteration, RuntimeError):
+        pass  # another thread was at the same: what is left over goes next time
 
 
 def idle_bytes() -> int:
     """Return the bytes of free blocks that are kept."""
     return sum(size * len(blocks) for size, blocks in list(_idle.items()))
+
+
+def size_class(nbytes: int) -> int:
+    """Return nbytes rounded up by at most an eighth, so that nearly equal requests share blocks."""
+    step = 1 << max(nbytes.bit_length() - 4, 6)
+    return -(-nbytes // step) * step
 
 
 def release_idle() -> None:
@@ -67,10 +87,13 @@ def allocate(shape: tuple[int, ...], dtype: np.dtype) -> HostStorage:
     nbytes = prod(shape) * dtype.itemsize
     if nbytes < LARGE:
         return HostStorage(np.empty(shape, dtype))
-    size = nbytes + ALIGNMENT
+    size = size_class(nbytes + ALIGNMENT)
+    blocks = _idle.pop(size, [])
+    if blocks:
+        _idle[size] = blocks  # the size asked for last
     try:
-        block = _idle[size].pop()
-    except (KeyError, IndexError):
+        block = blocks.pop()
+    except IndexError:
         try:
             block = np.empty(size, np.uint8)
         except MemoryError:

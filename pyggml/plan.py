@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from . import graph
+from .errors import StaleError
 from .graph import Frame, Node, Source, source_index
 
 if TYPE_CHECKING:
@@ -219,7 +220,8 @@ def pending_in(frame: Frame, wanted: Tensor | None = None) -> Pending:
     missing: dict[Node, None] = {}
     known: dict[Node, Source] = {}
     living = []
-    for reference in frame.handles:
+    count = len(frame.handles)  # another thread may append
+    for reference in frame.handles[:count]:
         tensor = reference()
         if tensor is None or tensor._at[0] is not frame:
             continue
@@ -229,7 +231,7 @@ def pending_in(frame: Frame, wanted: Tensor | None = None) -> Pending:
             missing[tensor._at[1]] = None
         else:
             known[tensor._at[1]] = tensor._source
-    frame.handles = living
+    frame.handles[:count] = living
     if wanted is not None and wanted._source is None and wanted._at[1] not in missing:
         handles[wanted] = None
         missing[wanted._at[1]] = None
@@ -245,18 +247,28 @@ def evaluate(frame: Frame, wanted: Tensor | None = None, effects: tuple[Node, ..
     Handles keep their place on the tape as long as one of them can be differentiated; then, or
     after effects, the frame ends.
     """
+    with frame.device.lock:
+        if wanted is not None and wanted._source is not None:
+            return  # another thread was here first
+        if frame.ended:
+            raise StaleError(f"this value cannot be computed any more: {frame.ended}")
+        try:
+            _evaluate(frame, wanted, effects)
+        except BaseException:
+            graph.state.leave(frame)  # what failed stays pending; new ops do not wait for it
+            raise
+
+
+def _evaluate(frame: Frame, wanted: Tensor | None, effects: tuple[Node, ...]) -> None:
     frame.check_current()
     handles, missing, pending_effects, known = pending_in(frame, wanted)
-    if frame.lines is not None:
+    if graph.state.tracing and frame.lines is not None:
         check_finite(frame, (*missing, *pending_effects, *effects), known)
     all_effects = (*pending_effects, *effects)
     if missing or all_effects:
-        storages = run(frame, missing, all_effects, known)
+        storages = _run_counting_changes(frame, missing, all_effects, known)
         for node, storage in zip(missing, storages, strict=True):
             known[node] = Source(node.shape, node.dtype, frame.device, storage)
-        for index in _mutated_sources(all_effects):
-            frame.sources[index].version += 1
-            frame.versions[index] += 1  # the change is this frame's own
     for node in pending_effects:
         known[node] = frame.sources[source_index(node.inputs[node.op.mutates[0]])]
     for tensor in handles:
@@ -268,6 +280,32 @@ def evaluate(frame: Frame, wanted: Tensor | None = None, effects: tuple[Node, ..
         frame.end("its parameters have been updated since")
     elif not any(node.requires_grad for node in known):
         frame.end("it was computed outside of a tape")
+    elif frame.tape_closed:
+        graph.state.leave(frame)  # its handles keep it for ag.backward; new ops start a new one
+
+
+def _run_counting_changes(
+    frame: Frame, outputs: tuple[Node, ...], effects: tuple[Node, ...], known: dict[Node, Source]
+) -> list[Any]:
+    """Run a program, and let the versions of the sources tell of its effects whatever happens.
+
+    A run that is stopped before its first effect has changed nothing; one that is stopped later,
+    by Ctrl-C just after it, has changed everything. Versions grow before the run, so that no value
+    can be computed from newer parameters than it was recorded with.
+    """
+    changed = _mutated_sources(effects)
+    for index in changed:
+        frame.sources[index].version += 1
+    try:
+        storages = run(frame, outputs, effects, known)
+    except BaseException:
+        if not frame.device.has_committed:
+            for index in changed:
+                frame.sources[index].version -= 1
+        raise
+    for index in changed:
+        frame.versions[index] += 1  # the change is this frame's own
+    return storages
 
 
 def run(

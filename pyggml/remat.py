@@ -58,11 +58,7 @@ def fit_to_budget(
         return Program(outputs, effects, given, segments)
 
     order = graph_order([*outputs, *effects], stop=set(given))
-    forward = [
-        node
-        for node in order
-        if node.op is not graph.SOURCE and not node.mode.backward and not node.op.mutates
-    ]
+    forward = _forward_nodes(order)
     if budget == "sqrt":
         count = isqrt(len(forward))
         return program(_cut(forward, sum(map(size_of, forward)) // max(count, 1)))
@@ -85,13 +81,21 @@ def fit_to_budget(
     return best[1]
 
 
+def _forward_nodes(order: list[Node]) -> list[Node]:
+    """Return the nodes of the forward pass: those before any gradient, an update's among them."""
+    later: set[Node] = set()
+    for node in order:
+        if node.mode.backward or node.op.mutates or any(i in later for i in node.inputs):
+            later.add(node)
+    return [node for node in order if node.op is not graph.SOURCE and node not in later]
+
+
 def _candidates(forward: list[Node]) -> Iterator[Segments]:
     yield recorded_segments
     yield _between_products(forward)
     total = sum(map(size_of, forward))
     for i in range(1, LIMITS + 1):
-        segments = _cut(forward, int(total * (i / LIMITS) ** 2))
-        yield segments
+        yield _cut(forward, int(total * (i / LIMITS) ** 2))
     yield _cut(forward, total // max(isqrt(len(forward)), 1))
 
 
@@ -112,7 +116,7 @@ def _cut(forward: list[Node], limit: int) -> Segments:
 
 
 def _nested(node: Node, number: int, last: int) -> tuple[int, ...]:
-    """Put what the user checkpointed inside of the segment that was chosen; 0 numbers are ours."""
+    """Put what the user checkpointed inside of the segment that was chosen; ours are negative."""
     own = node.mode.segment
     return own if number == last or node.mode.backward else (-number, *own)
 

@@ -157,8 +157,8 @@ class Tensor:
         array, _ = check_array(data, source.dtype, op="assign")
         if array.shape != source.shape:
             raise ShapeError(f"assign: needs the shape {source.shape}; got {array.shape}")
+        source.version += 1  # before writing: an interrupted write must not go unnoticed
         source.device.write(source, array)
-        source.version += 1
         source.label_range = None
         self._take_place(source)
 
@@ -196,6 +196,8 @@ class Tensor:
         return copied
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError("a tensor's value is always copied; leave copy=False out")
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
@@ -495,7 +497,8 @@ def node_in(tensor: Tensor, frame: Frame) -> Node:
     if at is frame:
         return node
     source = tensor._source
-    if not at.ended and (source is None or (node.requires_grad and not tensor.is_leaf)):
+    is_recipe = node.requires_grad and not tensor.is_leaf and state.mode.taped
+    if not at.ended and (source is None or is_recipe):
         return _graft(node, at, frame)  # recorded in another frame, and still wanted as a recipe
     if source is None:
         raise PyggmlError("this value was released before it was computed")

@@ -550,6 +550,45 @@ except KeyboardInterrupt:
     assert (child.returncode, child.stdout) == (0, "interrupted\n"), child.stderr
 
 
+def test_ctrl_c_leaves_an_update_whole_or_not_begun_and_never_a_wrong_number():
+    program = """
+import os, signal, sys, threading, time
+import numpy as np
+import pyggml as pg
+from pyggml import ag, optim
+rng = np.random.default_rng(0)
+done = 0
+for trial in range(40):
+    params = [ag.param(np.ones((200, 200))) for _ in range(30)]
+    opt = optim.SGD(params, lr=1.0)
+    with ag.grad_tape():
+        pending = ag.sum(params[0] * 1.0)
+        loss = pending
+        for p in params[1:]:
+            loss = loss + ag.sum(p * 1.0)
+    ag.backward(loss)
+    timer = threading.Timer(rng.uniform(0, 0.02), os.kill, (os.getpid(), signal.SIGINT))
+    try:
+        timer.start()
+        opt.step()
+        time.sleep(1)
+    except KeyboardInterrupt:
+        pass
+    first = {float(p.numpy().flat[0]) for p in params}
+    assert len(first) == 1, first
+    done += first == {0.0}
+    assert opt.t == (first == {0.0}), (opt.t, first)
+    if first == {1.0}:
+        assert loss.item() == 30 * 200 * 200
+print("whole", done)
+"""
+    child = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.startswith("whole"), child.stdout
+
+
 def test_a_forked_child_can_train_too():
     program = """
 import os

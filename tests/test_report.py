@@ -212,6 +212,15 @@ def test_an_infinity_in_the_backward_pass_names_the_forward_line():
             loss.item()
 
 
+def test_a_value_that_fails_the_check_does_not_stand_in_the_way_of_others():
+    with ag.detect_anomaly():
+        bad = ag.log(ag.tensor([-1.0]))
+        with pytest.raises(pg.AnomalyError):
+            bad.numpy()
+        assert (ag.tensor([1.0]) * 2.0).tolist() == [2.0]
+    assert np.isnan(bad.numpy()).all()
+
+
 def test_a_step_that_fails_the_check_updates_nothing():
     w = ag.param([-1.0])
     opt = optim.AdamW([w])

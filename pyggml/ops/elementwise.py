@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,6 +15,8 @@ from ..graph import PLAIN, Op, Shape, Spec, find_node, state
 from ..lowering import GgmlTensor, Lowering
 from ..tensor import Tensor, TensorLike, as_tensor, pending, record
 from .rules import broadcasting, check_ndim, same
+
+SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
 # ---- full ----------------------------------------------------------------------------------------
 
@@ -37,6 +41,8 @@ def full(shape: Sequence[int], value: float, *, device: Device | str | None = No
     >>> ag.full((2,), 0.5).numpy()
     array([0.5, 0.5], dtype=float32)
     """
+    if value == 0 and math.copysign(1.0, value) < 0:  # equal to 0.0, but not the same setting
+        return neg(full(shape, 0.0, device=device))
     frame = state.open_frame(resolve_device(device))
     settings = (("shape", tuple(int(size) for size in shape)), ("value", float(value)))
     return pending(find_node((FULL, settings, PLAIN)), frame)
@@ -140,7 +146,9 @@ def div(x: TensorLike, y: TensorLike) -> Tensor:
     >>> ag.div([1.0, 2.0], [4.0, 4.0]).numpy()
     array([0.25, 0.5 ], dtype=float32)
     """
-    if isinstance(y, (int, float)) and y != 0:
+    if (
+        isinstance(y, (int, float)) and builtins.abs(y) > SMALLEST_NORMAL
+    ):  # 1 / y is finite in float32
         return affine(x, scale=1.0 / y)
     return record(DIV, x, y)
 
@@ -173,6 +181,8 @@ def affine(x: TensorLike, *, scale: float = 1.0, shift: float = 0.0) -> Tensor:
     >>> ag.affine([1.0, 2.0], scale=2.0, shift=1.0).numpy()
     array([3., 5.], dtype=float32)
     """
+    if scale == 0 and math.copysign(1.0, scale) < 0:  # equal to 0.0, but not the same setting
+        return neg(affine(x, scale=0.0, shift=-shift))
     return record(AFFINE, x, scale=float(scale), shift=float(shift))
 
 

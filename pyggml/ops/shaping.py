@@ -10,9 +10,9 @@ import numpy as np
 from .._ffi import lib
 from ..checks import positive_integer
 from ..errors import DTypeError, ShapeError
-from ..graph import MAX_DIMS, Op, Shape, Spec
+from ..graph import MAX_DIMS, SOURCE, Op, Shape, Spec
 from ..lowering import GgmlTensor, Lowering
-from ..tensor import Tensor, TensorLike, as_tensor, pending, record
+from ..tensor import Tensor, TensorLike, as_tensor, passing, pending, record
 from .rules import broadcast_shapes, check_ndim, normalize_axes, normalize_axis
 
 # ---- reshape -------------------------------------------------------------------------------------
@@ -103,16 +103,14 @@ def permute(x: TensorLike, axes: Sequence[int]) -> Tensor:
 def _permuted(x: Tensor, axes: tuple[int, ...]) -> Tensor:
     """Record a permutation; two in a row are one, and one that changes nothing is none."""
     frame, node = x._at
-    if node.op is PERMUTE and not frame.ended:
-        first = dict(node.settings)["axes"]
-        combined = tuple(first[axis] for axis in axes)
-        inner = pending(node.inputs[0], frame)
-        return (
-            inner
-            if combined == tuple(range(-len(axes), 0))
-            else record(PERMUTE, inner, axes=combined)
-        )
-    return record(PERMUTE, x, axes=axes)
+    if node.op is not PERMUTE or frame.ended:
+        return record(PERMUTE, x, axes=axes)
+    inner, first = node.inputs[0], dict(node.settings)["axes"]
+    combined = tuple(first[axis] for axis in axes)
+    # A leaf is not handed out again: what follows a permutation is a result, not the parameter.
+    if combined == tuple(range(-len(axes), 0)) and inner.op is not SOURCE:
+        return pending(inner, frame)
+    return record(PERMUTE, passing(inner, frame), axes=combined)
 
 
 def transpose(x: TensorLike, axis1: int | None = None, axis2: int | None = None) -> Tensor:

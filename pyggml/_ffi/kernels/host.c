@@ -48,10 +48,36 @@ const char * pg_blas_description(void) {
     return scipy_openblas_get_config();
 }
 
+/* ggml's first worker is the thread that called it, so each calling thread has a mark of its own. */
+static _Thread_local bool committed;
+
+static void run_commit(struct ggml_tensor * dst, int ith, int nth, void * unused) {
+    (void) nth, (void) unused;
+    if (ith == 0) {
+        committed = true;
+        *(float *) dst->data = 0.0f;
+    }
+}
+
+struct ggml_tensor * pg_commit(struct ggml_context * ctx) {
+    return ggml_custom_4d(ctx, GGML_TYPE_F32, 1, 1, 1, 1, NULL, 0, run_commit, 1, NULL);
+}
+
+void pg_begin_run(void) {
+    committed = false;
+}
+
+bool pg_has_committed(void) {
+    return committed;
+}
+
 extern int pg_on_poll(void); /* Python, in _ffi/__init__.py: runs pending signal handlers; true to stop */
 
 bool pg_poll(void * poll_ms) {
     static _Thread_local int64_t next;
+    if (committed) {
+        return false;
+    }
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     const int64_t ms = (int64_t) now.tv_sec * 1000 + now.tv_nsec / 1000000;

@@ -170,9 +170,23 @@ void pg_range_i32(const int32_t * values, int64_t n, int32_t * smallest, int32_t
 void pg_refresh_views(struct ggml_cgraph * graph);
 void pg_forget_addresses(struct ggml_cgraph * graph, struct ggml_tensor ** keep, int n_keep);
 
+/* Places for all tensors of a graph that have no address yet, in one buffer whose size is returned (negative: no memory to
+ * plan in). Views have no place of their own; -1 says so. pg_set_addresses moves the tensors to a buffer at base. */
+int64_t pg_place_tensors(
+    struct ggml_cgraph * graph, int64_t * node_offsets, struct ggml_tensor ** leaves, int n_leaves, int64_t * leaf_offsets);
+void pg_set_addresses(
+    struct ggml_cgraph * graph, const int64_t * node_offsets, struct ggml_tensor ** leaves, int n_leaves,
+    const int64_t * leaf_offsets, void * base);
+
 /* BLAS runs single-threaded: ggml's workers are the only thread pool. */
 void pg_use_single_threaded_blas(void);
 const char * pg_blas_description(void);
+
+/* A node that marks where a graph begins to change its inputs in place. From there on the run is not stopped any more, so that
+ * an update is made whole or not at all. pg_begin_run comes before each run; pg_has_committed tells whether the node was met. */
+struct ggml_tensor * pg_commit(struct ggml_context * ctx);
+void pg_begin_run(void);
+bool pg_has_committed(void);
 
 /* ggml's abort callback: every poll_ms milliseconds it lets Python look at its signals (pg_on_poll), and stops the run when
  * that returns true. */
