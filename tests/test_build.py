@@ -464,7 +464,7 @@ def test_a_source_archive_holds_what_a_build_needs_and_nothing_built(tmp_path):
         names = {name.partition("/")[2] for name in tar.getnames()}
     needed = {"build_ggml.py", "pyproject.toml", "LICENSE", "README.md", "Makefile", "PKG-INFO"}
     needed |= {f"pyggml/{name}" for name in ("_version.py", "_ffi/kernels/kernels.h")}
-    needed |= {file.relative_to(ROOT).as_posix() for file in build_ggml.KERNELS.glob("*.c")}
+    needed |= {file.relative_to(ROOT).as_posix() for file in build_ggml.KERNELS.glob("*.c*")}
     assert needed <= names
     assert {"tests/test_build.py", "pyggml/__init__.py"} <= names
     assert not [n for n in names if n.endswith((".so", ".pyc")) or n.startswith("pyggml/_ffi/lib")]

@@ -13,6 +13,7 @@ import pytest
 from conftest import NO_VULKAN
 from op_table import ROWS
 
+import build_ggml
 import pyggml as pg
 from pyggml import ag, nn, optim
 from pyggml.device import Device
@@ -32,11 +33,11 @@ def gpu():
         yield device
 
 
-def run(code: str, **variables: str) -> str:
+def run(code: str, *arguments: str, **variables: str) -> str:
     """Run code in a child process that must succeed; return what it printed."""
     head = "import numpy as np, pyggml as pg\nfrom pyggml import ag, nn, optim\n"
     done = subprocess.run(
-        [sys.executable, "-c", head + code],
+        [sys.executable, "-c", head + code, *arguments],
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
@@ -261,7 +262,8 @@ def test_a_training_step_moves_the_batch_up_and_the_loss_down(gpu):
     step()
     up, down = gpu.traffic.up, gpu.traffic.down
     step()
-    assert gpu.traffic.up - up == 4 * (6 * 8 + 6) + 4 * 7  # batch, labels, the update's numbers
+    numbers = 4 * 8 * len(model.parameters())  # of each parameter's update
+    assert gpu.traffic.up - up == 4 * (6 * 8 + 6) + numbers  # batch, labels
     assert gpu.traffic.down - down == 4
 
 
@@ -397,3 +399,44 @@ def test_a_model_moves_there_and_back(gpu):
             model(ag.tensor(x))
         for name, value in model.to("cpu").state_dict().items():
             np.testing.assert_array_equal(value, weights[name])
+
+
+# ---- when the driver fails -----------------------------------------------------------------------
+
+LOSING = """
+import os, pathlib, sys
+folder = pathlib.Path(sys.argv[1])
+pg.set_device("vulkan0")
+w = ag.param([1.0, 2.0])
+opt = optim.SGD([w], lr=0.5)
+def step():
+    with ag.grad_tape():
+        loss = ag.sum(w * w)
+    ag.backward(loss)
+    opt.step()
+    opt.zero_grad()
+step()
+np.save(folder / "saved.npy", w.numpy())
+(folder / "lost").touch()
+for use in (step, lambda: print(w.numpy()), lambda: ag.tensor(1.0) + 1.0):
+    try:
+        use()
+    except pg.DeviceError as error:
+        print(error)
+print((ag.tensor(np.load(folder / "saved.npy"), device="cpu") + 1.0).numpy())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason=NO_VULKAN)
+def test_a_lost_device_is_an_exception_and_the_saved_state_stays(tmp_path):
+    library = tmp_path / "lose_device.so"
+    source = Path(__file__).with_name("lose_device.c")
+    compiler = build_ggml.compiler("C")
+    subprocess.run([*compiler, "-shared", "-fPIC", source, "-o", library, "-ldl"], check=True)
+    variables = {"LD_PRELOAD": str(library), "LOSE_DEVICE": str(tmp_path / "lost")}
+    lines = run(LOSING, str(tmp_path), **variables).splitlines()
+    assert len(lines) == 4
+    for line in lines[:3]:
+        assert line.startswith("vulkan0: the driver failed: ") and "DeviceLost" in line
+        assert line.endswith("start again from what was saved")
+    assert lines[3] == "[1. 1.]"

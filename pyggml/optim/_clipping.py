@@ -29,9 +29,10 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
 def clip_grad_norm(params: Iterable[Tensor], max_norm: float) -> float:
     """Scale all gradients together so that their norm is at most max_norm; return it from before.
 
-    The clipped gradients replace .grad and show in what ag.backward returned. With accumulated
-    micro-batches use the optimizer's clip_norm instead, which sees their mean. Raises GradError,
-    having changed nothing, if the norm is not finite.
+    The norm is Euclidean. The clipped gradients replace .grad, and show in what ag.backward
+    returned. In an accumulation window this limits the sum so far: use the optimizer's clip_norm
+    instead, which limits the mean once, and skips a step whose norm is not finite. Raises
+    GradError, having changed nothing, if the norm is not finite; SettingError for a negative limit.
 
     >>> w = ag.param([3.0, 4.0])
     >>> with ag.grad_tape():
@@ -57,7 +58,10 @@ def clip_grad_norm(params: Iterable[Tensor], max_norm: float) -> float:
 
 
 def clip_grad_value(params: Iterable[Tensor], max_value: float) -> None:
-    """Limit every element of every gradient to [-max_value, max_value].
+    """Limit every element of every gradient to [-max_value, max_value]; NaN stays.
+
+    In an accumulation window this limits the sum so far: use the optimizer's clip_value instead,
+    which limits the mean once. Raises SettingError for a negative limit.
 
     >>> w = ag.param([3.0, 4.0])
     >>> with ag.grad_tape():

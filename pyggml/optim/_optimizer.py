@@ -2,38 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..checks import number_in, positive_integer
 from ..dtypes import float32
-from ..errors import DeviceError, GradError, SettingError, ShapeError
-from ..graph import PLAIN, DerivedCache, Frame, Node, Op, Source, find_node, state
-from ..ops import mul
+from ..errors import DeviceError, GradError, SettingError
+from ..graph import PLAIN, DerivedCache, Frame, Node, Source, find_node, state
+from ..ops import clamp, mul
+from ..ops.update import Effect, Numbers
 from ..plan import evaluate
 from ..tensor import Tensor, node_in, passing
 from ..transfer import source_on
 from ._clipping import gradient_norm
+from ._groups import Group, Parameters, Schedule, make_groups
+from ._state import load_state, save_state
 
-Parameters = Iterable[Tensor] | Mapping[str, Tensor]
-Schedule = Callable[[int], float]
-Effect = tuple[Op, tuple[Tensor, ...]]
+
+class Update(NamedTuple):
+    """What the numbers of one parameter's update may depend on."""
+
+    lr: float
+    weight_decay: float
+    t: int  # the parameter's own count of updates, this one included
+    float_type: type[np.floating]  # what the device computes in
 
 
 class Optimizer:
-    """Base of all optimizers. A method adds `init_single` and `update_single`, for one parameter.
+    """Base of all optimizers: what they have in common.
 
     Args:
-        params: the parameters, as a list, a dict, or what module.parameters() returns.
+        params: the parameters, as a list, a dict, or what module.parameters() returns; or a list of
+            groups, dicts with "params" and settings of their own: "lr", "lr_scale" (a factor of the
+            optimizer's learning rate), "weight_decay". They become `groups`.
         lr: the learning rate, or a function from the number of updates made to it (a schedule).
-            May be changed at any time.
+        weight_decay: how much of itself a parameter loses in each update, times the learning rate.
         accumulate_steps: how many backward passes make one update.
         average: whether the update uses the mean of their gradients, or the sum.
         clip_norm: the largest norm that the gradient of an update, averaged first, may have.
+        clip_value: the largest size that an element of it may have.
 
-    Schedules, clipping, weight decay and Adam's corrections see updates, not backward passes.
+    The learning rate, weight decay, clipping and the groups' settings may be changed at any time,
+    which plans nothing anew, but for clip_value. Schedules, clipping, weight decay and bias
+    corrections see updates, not backward passes; corrections count the updates of each parameter.
+
+    A method of your own defines update_single, and init_single if it has state:
+
+    >>> class SignDescent(optim.Optimizer):
+    ...     def update_single(self, parameter, gradient, states, numbers):
+    ...         return [optim.assign(parameter, parameter - numbers["lr"] * ag.sign(gradient))]
+    >>> w = ag.param([1.0, -1.0])
+    >>> opt = SignDescent([w], lr=0.5)
+    >>> with ag.grad_tape():
+    ...     loss = ag.sum(w * w)
+    >>> _ = ag.backward(loss)
+    >>> opt.step(), w.numpy()
+    (True, array([ 0.5, -0.5], dtype=float32))
     """
 
     def __init__(
@@ -41,26 +67,29 @@ class Optimizer:
         params: Parameters,
         lr: float | Schedule,
         *,
+        weight_decay: float = 0.0,
         accumulate_steps: int = 1,
         average: bool = True,
         clip_norm: float | None = None,
+        clip_value: float | None = None,
     ) -> None:
         name = type(self).__name__
-        listed = list(params.values()) if isinstance(params, Mapping) else list(params)
-        self.params: list[Tensor] = list(dict.fromkeys(listed))  # a tied one is updated once
-        if not self.params:
-            raise SettingError(f"{name}: needs at least one parameter; got none")
-        for parameter in self.params:
-            is_leaf = isinstance(parameter, Tensor) and parameter.is_leaf
-            if not is_leaf or parameter._source is None:
-                kind = type(parameter).__name__
-                raise SettingError(f"{name}: needs parameters made with ag.param; got {kind}")
+        self.groups = make_groups(name, params)
+        """The groups of parameters; their settings may be changed."""
+        self.params = [parameter for group in self.groups for parameter in group.params]
+        self._group_of = {p: group for group in self.groups for p in group.params}
+        self._own = Group(
+            [], lr=lr, weight_decay=weight_decay, method=name
+        )  # what groups default to
         self.accumulate_steps = positive_integer(name, "accumulate_steps", accumulate_steps)
-        self.lr = lr
         self.average = bool(average)
-        self.clip_norm = None
+        self.clip_norm = self.clip_value = None
         if clip_norm is not None:
             self.clip_norm = number_in(name, "clip_norm", clip_norm, np.finfo(np.float32).tiny)
+        if clip_value is not None:
+            self.clip_value = number_in(name, "clip_value", clip_value, 0.0)
+            if clip_norm is not None:
+                raise SettingError(f"{name}: give clip_norm or clip_value, not both")
         self.t = 0
         """Updates made; calls of step() that only filled the window do not count."""
         self.skipped = 0
@@ -68,21 +97,48 @@ class Optimizer:
         self._gathered = 0  # backward passes in the open window
         self._counted: list[int] = []  # what step(count=) was given in it
         self._state: dict[Tensor, tuple[Source, ...]] = {}
+        self._counts: dict[Tensor, int] = {}  # updates of each parameter
         self._effects = DerivedCache()  # nodes of a step -> the nodes of its update
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next update. Changing it plans nothing anew."""
-        return self._lr if self._schedule is None else self._checked(self._schedule(self.t))
+        """The learning rate of the next update. Can be set, to a number or a schedule."""
+        rate = self._own.rate(self.t)
+        assert rate is not None
+        return rate
 
     @lr.setter
     def lr(self, value: float | Schedule) -> None:
-        self._schedule = value if callable(value) else None
-        if not callable(value):
-            self._lr = self._checked(value)
+        if value is None:
+            raise SettingError(f"{type(self).__name__}: lr must be a number or a schedule")
+        self._own.lr = value
 
-    def _checked(self, value: float) -> float:
-        return number_in(type(self).__name__, "lr", value, 0.0)
+    @property
+    def weight_decay(self) -> float:
+        """The weight decay of the next update. Can be set."""
+        return self._own.weight_decay or 0.0
+
+    @weight_decay.setter
+    def weight_decay(self, value: float) -> None:
+        self._own.weight_decay = value
+
+    @property
+    def _schedule(self) -> Schedule | None:
+        """The schedule of the learning rate, if it is one."""
+        return self._own.lr if callable(self._own.lr) else None
+
+    @property
+    def decays(self) -> bool:
+        """Whether any weight decay is not 0."""
+        return bool(self._own.weight_decay) or any(group.weight_decay for group in self.groups)
+
+    def __repr__(self) -> str:
+        plural = "s" if len(self.params) > 1 else ""
+        groups = f" in {len(self.groups)} groups" if len(self.groups) > 1 else ""
+        return (
+            f"{type(self).__name__}({len(self.params)} parameter{plural}{groups}, lr={self.lr:g}, "
+            f"weight_decay={self.weight_decay:g}, t={self.t})"
+        )
 
     # ---- what a method defines ----
 
@@ -90,17 +146,19 @@ class Optimizer:
         """Return the first state of one parameter."""
         return ()
 
-    def hyper(self, float_type: type[np.floating]) -> list[float]:
-        """Return the numbers of this update: graph inputs, so changing them plans nothing anew.
-
-        ``float_type`` is what the device computes in.
-        """
-        raise NotImplementedError
+    def numbers(self, update: Update) -> dict[str, float]:
+        """Return the numbers of one parameter's update, under the same names each time."""
+        return {"lr": update.lr, "weight_decay": update.weight_decay}
 
     def update_single(
-        self, parameter: Tensor, gradient: Tensor, states: tuple[Tensor, ...], hyper: Tensor
+        self, parameter: Tensor, gradient: Tensor, states: tuple[Tensor, ...], numbers: Numbers
     ) -> list[Effect]:
-        """Return the effects that update one parameter and its state."""
+        """Return the effects that update one parameter and its state, from tensors of one element
+        (``numbers[name]``) and tensors of its shape.
+
+        It is called when a step is planned, so it reads from self nothing that changes, but for
+        `decays`.
+        """
         raise NotImplementedError
 
     # ---- what people call ----
@@ -158,10 +216,15 @@ class Optimizer:
                 f"{name}: step(grads) would use the last micro-batch only; with accumulate_steps="
                 f"{self.accumulate_steps} call step(), which reads the sum in .grad"
             )
+        before = self._gathered, self._counted
         if count is not None:
-            self._counted.append(positive_integer(name, "count", count))
+            self._counted = [*self._counted, positive_integer(name, "count", count)]
         self._gathered += 1
-        return self._finish(grads, full=flush or self._gathered >= self.accumulate_steps)
+        try:
+            return self._finish(grads, full=flush or self._gathered >= self.accumulate_steps)
+        except BaseException:
+            self._gathered, self._counted = before
+            raise
 
     def flush(self) -> bool:
         """Update with what an incomplete window holds; return whether there was anything."""
@@ -183,8 +246,6 @@ class Optimizer:
                 f"{len(self._counted)} of {self._gathered}"
             )
         scale = 1.0 / (sum(self._counted) or self._gathered) if self.average else 1.0
-        windowed = self.accumulate_steps > 1
-        self._close_window()
         updated = True
         if pairs and self.clip_norm is not None:
             norm = gradient_norm([gradient for _, gradient in pairs]).item() * scale
@@ -194,7 +255,8 @@ class Optimizer:
             self._update(pairs, scale)
             self.t += 1
         self.skipped += not updated
-        if windowed:
+        self._close_window()
+        if self.accumulate_steps > 1:
             self.zero_grad()
         return updated
 
@@ -205,38 +267,32 @@ class Optimizer:
     # ---- saving ----
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Return the update count and each parameter's state, by its place in the list."""
-        values = {"t": np.array(self.t)}
-        for i, parameter in enumerate(self.params):
-            for j, source in enumerate(self._state.get(parameter, ())):
-                values[f"{i}.{j}"] = source.device.download(source)
-        return values
+        """Return all that continuing to the last bit needs, as arrays.
+
+        That is: the counts of updates; each parameter's state, by its place in `params`; the open
+        accumulation window with its gradients; the numbers that may be changed at any time
+        ("settings"); and the state of schedules that have one. Other settings, and schedules that
+        are functions of t, are what the constructor is given again.
+
+        >>> w = ag.param([1.0])
+        >>> sorted(optim.SGD([w], lr=0.5, momentum=0.9).state_dict())
+        ['settings', 't', 'window']
+        """
+        return save_state(self)
 
     def load_state_dict(self, values: Mapping[str, np.ndarray]) -> None:
-        """Continue from a state. Raises ShapeError, having changed nothing, if it does not fit."""
-        loaded: dict[Tensor, tuple[Source, ...]] = {}
-        expected = {"t"}
-        for i, parameter in enumerate(self.params):
-            first = self.init_single(parameter)
-            names = [f"{i}.{j}" for j in range(len(first))]
-            if not any(name in values for name in names):
-                continue  # a parameter that was never updated
-            expected.update(names)
-            for name, array in zip(names, first, strict=True):
-                if name not in values or np.shape(values[name]) != array.shape:
-                    raise ShapeError(
-                        f"load_state_dict: {name} must have shape {array.shape}; got "
-                        f"{np.shape(values[name]) if name in values else 'nothing'}"
-                    )
-            loaded[parameter] = self._sources(parameter, [values[name] for name in names])
-        if "t" not in values or set(values) - expected:
-            raise ShapeError(
-                f"load_state_dict: needs t and no names but {sorted(expected)}; got "
-                f"{sorted(values)}"
-            )
-        self.t = int(values["t"])
-        self._state = loaded
-        self._close_window()
+        """Continue from a state.
+
+        Numbers that may be changed at any time become those of the state, but a schedule stays.
+        Raises ShapeError, having changed nothing, if the state does not fit.
+
+        >>> w = ag.param([1.0])
+        >>> opt = optim.SGD([w], lr=0.5)
+        >>> opt.load_state_dict(optim.SGD([w], lr=0.25).state_dict())
+        >>> opt.lr
+        0.25
+        """
+        load_state(self, values)
 
     # ---- the run ----
 
@@ -245,19 +301,43 @@ class Optimizer:
         copies = [np.array(array, kind, order="C") for array in arrays]
         return tuple(Source(a.shape, float32, device, device.upload(a, float32)) for a in copies)
 
+    def _table(
+        self, pairs: list[tuple[Tensor, Tensor]], float_type: type[np.floating]
+    ) -> tuple[np.ndarray, tuple[str, ...]]:
+        """Return the numbers of each parameter's update, (parameters, numbers), and their names."""
+        places: dict[tuple[Group, int], int] = {}  # of each combination of numbers that differ
+        rows: list[tuple[float, ...]] = []
+        place_of = []
+        for parameter, _ in pairs:
+            key = self._group_of[parameter], self._counts.get(parameter, 0)
+            place = places.get(key)
+            if place is None:
+                place = places[key] = len(rows)
+                numbers = self.numbers(self._next_update(*key, float_type))
+                rows.append(tuple(numbers.values()))
+            place_of.append(place)
+        table = np.empty((len(pairs), len(numbers)), float_type)
+        table[...] = rows[0] if len(rows) == 1 else np.array(rows, float_type)[place_of]
+        return table, tuple(numbers)
+
+    def _next_update(self, group: Group, made: int, float_type: type[np.floating]) -> Update:
+        rate, decay = group.rate(self.t), group.weight_decay
+        lr = (self.lr if rate is None else rate) * group.lr_scale
+        return Update(lr, self.weight_decay if decay is None else decay, made + 1, float_type)
+
     def _update(self, pairs: list[tuple[Tensor, Tensor]], scale: float) -> None:
         frame = self._frame_of(pairs)
         device = frame.device
         float_type = device.numpy_dtype(float32).type
 
-        def bind_number(value: float | list[float]) -> Node:
-            array = np.array(value, float_type)
+        def bind(array: np.ndarray) -> Node:
             return frame.bind(Source(array.shape, float32, device, device.upload(array, float32)))
 
-        hyper = bind_number(self.hyper(float_type))
+        table, names = self._table(pairs, float_type)
+        table_node = bind(table)
         # The factor of the gradients is an input as well, so that clipping plans nothing anew.
         is_scaled = scale != 1.0 or self.clip_norm is not None
-        factor = bind_number(scale) if is_scaled else None
+        factor = bind(np.array(scale, float_type)) if is_scaled else None
         for parameter, _ in pairs:
             if parameter.device is not device:
                 raise DeviceError(
@@ -268,32 +348,43 @@ class Optimizer:
             if states is None:
                 self._state[parameter] = self._sources(parameter, self.init_single(parameter))
             elif states and states[0].device is not device:  # the parameter was moved
-                self._state[parameter] = tuple(source_on(state, device) for state in states)
+                self._state[parameter] = tuple(source_on(source, device) for source in states)
         nodes = [
             (node_in(p, frame), node_in(g, frame), *[frame.bind(s) for s in self._state[p]])
             for p, g in pairs
         ]
-        key = (hyper, factor, *nodes)
+        key = (table_node, factor, self.clip_value, self.decays, *nodes)
         effects = self._effects.get(key)
         if effects is None:
             with state.inside(frame, PLAIN):
-                effects = self._effects[key] = self._record(frame, nodes, hyper, factor)
+                effects = self._record(frame, nodes, table_node, names, factor)
+            self._effects[key] = effects
         evaluate(frame, effects=effects)
+        for parameter, _ in pairs:
+            self._counts[parameter] = self._counts.get(parameter, 0) + 1
 
     def _record(
-        self, frame: Frame, nodes: list[tuple], hyper: Node, factor: Node | None
+        self,
+        frame: Frame,
+        nodes: list[tuple],
+        table: Node,
+        names: tuple[str, ...],
+        factor: Node | None,
     ) -> tuple[Node, ...]:
-        effects = []
-        numbers = passing(hyper, frame)
-        for parameter, gradient, *states in nodes:
+        recorded = []
+        for row, (parameter, gradient, *states) in enumerate(nodes):
             g = passing(gradient, frame)
             if factor is not None:
                 g = mul(g, passing(factor, frame))
+            if self.clip_value is not None:
+                g = clamp(g, min=-self.clip_value, max=self.clip_value)
+            numbers = Numbers(passing(table, frame), row, names)
             handles = tuple(passing(node, frame) for node in states)
-            for op, inputs in self.update_single(passing(parameter, frame), g, handles, numbers):
+            effects = self.update_single(passing(parameter, frame), g, handles, numbers)
+            for op, inputs, settings in effects:
                 inner = (node_in(tensor, frame) for tensor in inputs)
-                effects.append(find_node((op, (), PLAIN, *inner)))
-        return tuple(effects)
+                recorded.append(find_node((op, settings, PLAIN, *inner)))
+        return tuple(recorded)
 
     def _frame_of(self, pairs: list[tuple[Tensor, Tensor]]) -> Frame:
         """Return the frame where the gradients wait; of several, compute all but the last."""

@@ -157,10 +157,15 @@ struct ggml_tensor * pg_avg_pool(
 struct ggml_tensor * pg_avg_pool_back(
     struct ggml_context * ctx, struct ggml_tensor * grad, int64_t h, int64_t w, const int32_t * settings);
 
-/* One AdamW update in place. hyper holds lr, beta1, beta2, epsilon, weight decay, 1 / (1 - beta1^t), 1 / (1 - beta2^t). */
-struct ggml_tensor * pg_adamw(
-    struct ggml_context * ctx, struct ggml_tensor * parameter, struct ggml_tensor * grad, struct ggml_tensor * m,
-    struct ggml_tensor * v, struct ggml_tensor * hyper);
+/* One update in place. args: the parameter, its gradient, the method's state, and a table of numbers, whose given row is for this
+ * update. The flag makes SGD Nesterov's, RMSprop centered. PG_AVERAGE moves a running average (the parameter) towards the
+ * value (the gradient). */
+enum pg_method { PG_SGD, PG_ADAMW, PG_LION, PG_RMSPROP, PG_ADAGRAD, PG_AVERAGE };
+struct ggml_tensor * pg_update(
+    struct ggml_context * ctx, enum pg_method method, struct ggml_tensor ** args, int n_args, int row, bool flag);
+/* args: w (..., n, m), its gradient, row (..., n, 1), column (..., 1, m) and three numbers; in place, w becomes
+ * keep * w - size * gradient / sqrt(max(row * column, least)). */
+struct ggml_tensor * pg_factored_step(struct ggml_context * ctx, struct ggml_tensor ** args);
 
 /* Smallest and largest of n int32 values, in one pass. */
 void pg_range_i32(const int32_t * values, int64_t n, int32_t * smallest, int32_t * largest);
@@ -169,6 +174,13 @@ void pg_range_i32(const int32_t * values, int64_t n, int32_t * smallest, int32_t
  * base moved; pg_forget_addresses makes the tensors of a graph unallocated again, all but the given ones. */
 void pg_refresh_views(struct ggml_cgraph * graph);
 void pg_forget_addresses(struct ggml_cgraph * graph, struct ggml_tensor ** keep, int n_keep);
+
+/* ggml's functions of these names; what a driver throws in them becomes GGML_STATUS_FAILED and a message, which is empty
+ * otherwise. */
+int pg_graph_compute(ggml_backend_t backend, struct ggml_cgraph * graph, char * message, size_t size);
+int pg_sched_graph_compute(ggml_backend_sched_t scheduler, struct ggml_cgraph * graph, char * message, size_t size);
+int pg_tensor_set(struct ggml_tensor * tensor, const void * data, size_t n_bytes, char * message, size_t size);
+int pg_tensor_get(const struct ggml_tensor * tensor, void * data, size_t n_bytes, char * message, size_t size);
 
 /* Places for all tensors of a graph that have no address yet, in one buffer whose size is returned (negative: no memory to
  * plan in). Views have no place of their own; -1 says so. pg_set_addresses moves the tensors to a buffer at base. */
