@@ -216,14 +216,17 @@ class Optimizer:
                 f"{name}: step(grads) would use the last micro-batch only; with accumulate_steps="
                 f"{self.accumulate_steps} call step(), which reads the sum in .grad"
             )
-        before = self._gathered, self._counted
+        before, updates = (self._gathered, self._counted), self.t
         if count is not None:
             self._counted = [*self._counted, positive_integer(name, "count", count)]
         self._gathered += 1
         try:
             return self._finish(grads, full=flush or self._gathered >= self.accumulate_steps)
         except BaseException:
-            self._gathered, self._counted = before
+            if self.t == updates:
+                self._gathered, self._counted = before
+            else:  # the update was made before the exception came
+                self._end_window()
             raise
 
     def flush(self) -> bool:
@@ -253,12 +256,14 @@ class Optimizer:
             scale *= min(1.0, self.clip_norm / norm) if norm > 0.0 else 1.0
         if pairs and updated:
             self._update(pairs, scale)
-            self.t += 1
         self.skipped += not updated
+        self._end_window()
+        return updated
+
+    def _end_window(self) -> None:
         self._close_window()
         if self.accumulate_steps > 1:
             self.zero_grad()
-        return updated
 
     def _close_window(self) -> None:
         self._gathered = 0
@@ -359,9 +364,16 @@ class Optimizer:
             with state.inside(frame, PLAIN):
                 effects = self._record(frame, nodes, table_node, names, factor)
             self._effects[key] = effects
-        evaluate(frame, effects=effects)
-        for parameter, _ in pairs:
-            self._counts[parameter] = self._counts.get(parameter, 0) + 1
+        first = pairs[0][0]._source
+        assert first is not None
+        version = first.version
+        try:
+            evaluate(frame, effects=effects)
+        finally:
+            if first.version != version:  # updated, though Ctrl-C may have come just after
+                self.t += 1
+                for parameter, _ in pairs:
+                    self._counts[parameter] = self._counts.get(parameter, 0) + 1
 
     def _record(
         self,
