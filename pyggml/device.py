@@ -232,8 +232,10 @@ class CpuDevice(GgmlDevice):
             lib.ggml_backend_cpu_set_n_threads(self._backend, n_threads)
             self._active_threads = n_threads
         lib.pg_begin_run()
-        status = lib.ggml_backend_graph_compute(self._backend, graph)
-        self.has_committed = lib.pg_has_committed()
+        try:
+            status = lib.ggml_backend_graph_compute(self._backend, graph)
+        finally:  # Python raises KeyboardInterrupt as soon as the call returns
+            self.has_committed = lib.pg_has_committed()
         if status != lib.GGML_STATUS_SUCCESS:
             self.check_status(status)
 
