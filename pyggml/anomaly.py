@@ -7,7 +7,7 @@ import linecache
 import numpy as np
 
 from .errors import AnomalyError
-from .graph import SOURCE, Frame, Node, Source, calling_line, state
+from .graph import SOURCE, Frame, Node, Source, state
 
 
 class detect_anomaly:
@@ -35,12 +35,6 @@ class detect_anomaly:
         if not state.tracing:
             for frame in state.frames.values():
                 frame.lines = None
-
-
-def note_line(frame: Frame, node: Node) -> None:
-    """Remember the line that recorded a node first, and the node whose gradient rule it serves."""
-    if frame.lines is not None and node not in frame.lines:
-        frame.lines[node] = (*calling_line(), frame.rule_of)
 
 
 def _place(frame: Frame, node: Node) -> str:

@@ -1,8 +1,8 @@
-"""Gradients: one reverse walk over the recorded nodes; each op's rule is written in ops, so the
-result is recorded too.
+"""Gradients: one reverse walk over the recorded nodes, with each op's own rule.
 
-Reverse-mode accumulation (Linnainmaa 1970). The walk happens once for a structure; a step that
-repeats it finds the gradient nodes by the identity of the loss node.
+The rules are written in ops, so the result is recorded too. Reverse-mode accumulation (Linnainmaa
+1970). The walk happens once for a structure; a step that repeats it finds the gradient nodes by the
+identity of the loss node.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from .tensor import Tensor, node_in, passing, pending
 
 
 class _Recording:
-    """A with block that sets whether ops are taped. Blocks may end in any order, as those of paused
-    generators do.
+    """A with block that sets whether ops are taped.
+
+    Blocks may end in any order, as those of paused generators do.
     """
 
     _taped: bool
@@ -68,9 +69,8 @@ class _Recording:
                     except GeneratorExit:
                         iterator.close()
                         raise
-                    except (
-                        BaseException
-                    ) as exception:  # thrown into us: throw it into the wrapped generator
+                    except BaseException as exception:
+                        # thrown into us: throw it into the wrapped generator
                         value, step = exception, iterator.throw
 
             return generator
@@ -168,8 +168,9 @@ _leaves = graph.DerivedCache()  # target -> the leaves that collect gradients
 def _gradient_nodes(
     target: Node, seed: Node, wanted: tuple[Node, ...], frame: Frame
 ) -> tuple[Node | None, ...]:
-    """Return the nodes of the target's gradients in each wanted node, None where the target does
-    not depend on it.
+    """Return the nodes of the target's gradients in each wanted node.
+
+    None stands for a node that the target does not depend on.
     """
     key = (target, seed, wanted, state.mode)
     found = _gradients.get(key)
@@ -238,8 +239,7 @@ def _gradients_of(
     if not node.requires_grad:
         raise GradError(
             f"{op}: this value does not depend on a parameter on a tape; compute it from an "
-            "ag.param inside "
-            "`with ag.grad_tape():`"
+            "ag.param inside `with ag.grad_tape():`"
         )
     if frame.ended:  # a leaf, differentiated with respect to itself
         frame = state.open_frame(target.device)
@@ -248,8 +248,7 @@ def _gradients_of(
     if seed is None and target.size != 1:
         raise ShapeError(
             f"{op}: needs a value of one element; got shape {target.shape}; reduce it with ag.sum "
-            "or ag.mean, or give "
-            "the gradient to start from as seed="
+            "or ag.mean, or give the gradient to start from as seed="
         )
     if seed is not None and seed.shape != target.shape:
         raise ShapeError(f"{op}: seed must have the value's shape {target.shape}; got {seed.shape}")
@@ -271,13 +270,12 @@ def grad(
     seed: Tensor | None = None,
     allow_unused: bool = False,
 ) -> Any:
-    """Return the gradient of a value with respect to tensors: leaves or anything recorded on the
-    way.
+    """Return the gradient of a value with respect to tensors.
 
-    ``target`` has one element, or ``seed`` gives the gradient to start from. Inside a grad_tape the
-    gradients are recorded themselves, so they can be differentiated again. Nothing is added to
-    ``.grad``. Raises GradError for a tensor that the target does not depend on, unless
-    allow_unused, which gives None for it.
+    The tensors are leaves or anything recorded on the way. ``target`` has one element, or ``seed``
+    gives the gradient to start from. Inside a grad_tape the gradients are recorded themselves, so
+    they can be differentiated again. Nothing is added to ``.grad``. Raises GradError for a tensor
+    that the target does not depend on, unless allow_unused, which gives None for it.
 
     >>> x = ag.param(3.0)
     >>> with ag.grad_tape():
@@ -323,11 +321,11 @@ def _leaves_of(frame: Frame, target: Node) -> tuple[Node, ...]:
 
 
 def backward(target: Tensor, *, seed: Tensor | None = None) -> dict[Tensor, Tensor]:
-    """Add the gradients of a value to ``.grad`` of every leaf it depends on; return this call's
-    gradients by leaf.
+    """Add the gradients of a value to ``.grad`` of every leaf it depends on.
 
-    ``target`` has one element, or ``seed`` gives the gradient to start from. Raises GradError if
-    the value was not recorded on a tape, or if its parameters have been updated since.
+    Returns this call's gradients by leaf. ``target`` has one element, or ``seed`` gives the
+    gradient to start from. Raises GradError if the value was not recorded on a tape, or if its
+    parameters have been updated since.
 
     >>> w = ag.param([1.0, 2.0])
     >>> with ag.grad_tape():

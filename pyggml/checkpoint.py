@@ -13,15 +13,14 @@ Result = TypeVar("Result")
 
 
 def checkpoint(fn: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """Call fn and return its result; the backward pass recomputes what it made instead of keeping
-    it.
+    """Call fn and return its result, whose inner values the backward pass computes again.
 
-    ``fn`` is called once, here. What it records is marked as one segment: values that leave the
-    segment are kept, those inside are freed after their last use in the forward pass and computed
-    again just before the backward pass needs them, from the same inputs and with the same random
-    masks, so gradients are equal to the last bit on the CPU. Arguments and results may be anything;
-    weights reached through closures get their gradients; segments nest. Without a tape this is a
-    plain call.
+    They are not kept in the meantime. ``fn`` is called once, here. What it records is marked as one
+    segment: values that leave the segment are kept, those inside are freed after their last use in
+    the forward pass and computed again just before the backward pass needs them, from the same
+    inputs and with the same random masks, so gradients are equal to the last bit on the CPU.
+    Arguments and results may be anything; weights reached through closures get their gradients;
+    segments nest. Without a tape this is a plain call.
 
     >>> w = ag.param([2.0])
     >>> with ag.grad_tape():

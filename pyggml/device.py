@@ -1,5 +1,6 @@
-"""Devices: where values live and programs run. Every C pointer has one Python owner, and closing
-one twice is harmless.
+"""Devices: where values live and programs run.
+
+Every C pointer has one Python owner, and closing one twice is harmless.
 """
 
 from __future__ import annotations
@@ -164,9 +165,7 @@ _INT32_POINTER = ffi.typeof("int32_t *")
 
 
 class CpuDevice(GgmlDevice):
-    """ggml's CPU backend with a thread pool that stays, and one working buffer that all plans
-    share.
-    """
+    """ggml's CPU backend: a thread pool that stays, and one working buffer that all plans share."""
 
     name = "cpu"
     kind = "cpu"
@@ -224,8 +223,9 @@ class CpuDevice(GgmlDevice):
         return lib.ggml_backend_cpu_buffer_type()
 
     def compute(self, graph: Any, n_threads: int = 1) -> None:
-        """Run a ggml graph. Signals are looked at between nodes; an exception from their handlers
-        is raised here.
+        """Run a ggml graph.
+
+        Signals are looked at between nodes; an exception from their handlers is raised here.
         """
         self._start()
         if n_threads != self._active_threads:
@@ -291,8 +291,9 @@ POLL = 50
 
 
 def default_num_threads() -> int:
-    """Return the number of CPUs that this process may use: its affinity mask and its container's
-    quota.
+    """Return the number of CPUs that this process may use.
+
+    Its affinity mask and its container's quota say so.
     """
     try:
         count = len(os.sched_getaffinity(0))
@@ -430,13 +431,15 @@ def set_num_threads(n_threads: int) -> None:
     Raises SettingError unless n_threads is a positive integer.
     """
     count = positive_integer("set_num_threads", "n_threads", n_threads, lib.GGML_MAX_N_THREADS)
-    cpu = _known()["cpu"]
-    assert isinstance(cpu, CpuDevice)
-    cpu.set_num_threads(count)
+    _cpu().set_num_threads(count)
 
 
 def get_num_threads() -> int:
     """Return how many CPU threads a run may use."""
+    return _cpu().n_threads
+
+
+def _cpu() -> CpuDevice:
     cpu = _known()["cpu"]
     assert isinstance(cpu, CpuDevice)
-    return cpu.n_threads
+    return cpu

@@ -128,8 +128,9 @@ class GgmlPlan:
             tensor.data = storage.pointer
 
     def _allocate(self) -> None:
-        """Give every other tensor its place in the working buffer, which grows if this plan needs
-        more than any before.
+        """Give every other tensor its place in the working buffer.
+
+        The buffer grows if this plan needs more than any before.
         """
         allocator = self.device.allocator
         self._forget_addresses()

@@ -1,10 +1,9 @@
-"""What is recorded: ops, nodes, the frames that number a node's inputs, and the table that makes
-equal nodes one object.
+"""What is recorded: ops, nodes, and the frames that number a node's inputs.
 
-A Node is a frozen record of one operation. Equal records are the same object (hash-consing, Ershov
-1958), so the structure of a whole program is known by the identity of its last nodes: looking up a
-plan costs one dictionary access, however many ops were recorded, and recording an op that was
-recorded before costs one too.
+A table makes equal nodes one object. A Node is a frozen record of one operation. Equal records are
+the same object (hash-consing, Ershov 1958), so the structure of a whole program is known by the
+identity of its last nodes: looking up a plan costs one dictionary access, however many ops were
+recorded, and recording an op that was recorded before costs one too.
 
 For that to hold from step to step, a node must not mention its data. Data live in Sources; a Frame
 numbers the Sources that a program reads, in the order in which they were first used, and the leaf
@@ -44,8 +43,9 @@ class Spec(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """One operation: four rules under one name. Inputs are positional, settings keyword-only, in
-    each of them.
+    """One operation: four rules under one name.
+
+    Inputs are positional, settings keyword-only, in each of them.
 
     - shape(*inputs, **settings) -> Spec: the type checker. Raises on all that the matching ggml
       constructor would assert.
@@ -110,8 +110,9 @@ TAPED = mode_of(True)
 
 
 class Node:
-    """One recorded operation; equal ones are one object. ``order`` grows with creation, so inputs
-    come first by it.
+    """One recorded operation; equal ones are one object.
+
+    ``order`` grows with creation, so inputs come first by it.
     """
 
     __slots__ = (
@@ -187,8 +188,9 @@ def clear_nodes() -> None:
 
 
 def make_node(key: tuple) -> Node:
-    """Create the node for a key (op, settings, mode, *inputs) that the table lacks; the shape rule
-    checks it.
+    """Create the node for a key that the table lacks; the shape rule checks it.
+
+    The key is (op, settings, mode, *inputs).
     """
     op, settings, mode, *inputs = key
     spec = op.shape(*inputs, **dict(settings))
@@ -256,18 +258,16 @@ class Source:
         self.version = 0  # grows with every change in place
         self.requires_grad = requires_grad
         self.owner: weakref.ref[Tensor] | None = None  # the leaf tensor that collects .grad
-        self.label_range: tuple[int, int] | None = (
-            None  # smallest and largest integer, once somebody asked
-        )
+        # smallest and largest integer, once somebody asked
+        self.label_range: tuple[int, int] | None = None
         self.node: Node | None = None  # the leaf node that stood for it last
 
 
 class Frame:
-    """The sources of one program, numbered in order of first use, and the handles to what was
-    recorded on them.
+    """The sources of one program and the handles to what was recorded on them.
 
-    A frame ends when all its living handles have values and none of them can be differentiated any
-    more.
+    Sources are numbered in order of first use. A frame ends when all its living handles have values
+    and none of them can be differentiated any more.
     """
 
     __slots__ = (
@@ -297,8 +297,9 @@ class Frame:
         self.memory_budget: Budget | None = None
 
     def bind(self, source: Source) -> Node:
-        """Return the leaf node of a source, numbering it if it is new; raise StaleError if it has
-        changed since.
+        """Return the leaf node of a source, numbering it if it is new.
+
+        Raises StaleError if the source has changed since.
         """
         node = self.nodes.get(source)
         if node is not None:
@@ -321,8 +322,9 @@ class Frame:
         return node
 
     def is_current(self, source: Source) -> bool:
-        """Tell whether a source still has the value, and the need for a gradient, that it was bound
-        with, if it was.
+        """Tell whether a source is still as it was when it was bound, if it was.
+
+        That is: whether it has the same value and the same need for a gradient.
         """
         node = self.nodes.get(source)
         return node is None or (
@@ -343,9 +345,8 @@ class Frame:
             if source.version != version:
                 raise StaleError(
                     f"this value was recorded with a {source.shape} parameter that has changed "
-                    "since, so it can no longer "
-                    "be computed; read it (for example .item()) before the update, or record it "
-                    "again"
+                    "since, so it can no longer be computed; read it (for example .item()) before "
+                    "the update, or record it again"
                 )
 
     def end(self, reason: str) -> None:
@@ -363,9 +364,7 @@ NOWHERE.end("it was not recorded on one")
 
 
 class State(threading.local):
-    """What is per thread: the current device, the recording mode, and the open frame of each
-    device.
-    """
+    """What is per thread: current device, recording mode, and the open frame of each device."""
 
     def __init__(self) -> None:
         self.mode = PLAIN

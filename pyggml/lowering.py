@@ -1,11 +1,12 @@
 """What an op's lowering is written with: ggml constructors on NumPy's shapes.
 
 NumPy's row-major shape (a, b, c) is ggml's ne = [c, b, a, 1]; that reversal stands here, in
-`ne_of`, and nowhere else.
+`ne_of` and `shape_of`, and nowhere else.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -20,6 +21,11 @@ GgmlTensor = Any
 def ne_of(shape: Shape) -> list[int]:
     """Return ggml's four sizes of a NumPy shape."""
     return [*reversed(shape), *[1] * (MAX_DIMS - len(shape))]
+
+
+def shape_of(tensor: GgmlTensor) -> Shape:
+    """Return the four sizes of a ggml tensor in NumPy's order."""
+    return tuple(reversed(list(tensor.ne)))
 
 
 class Lowering:
@@ -44,8 +50,9 @@ class Lowering:
         return tensor
 
     def contiguous(self, tensor: GgmlTensor) -> GgmlTensor:
-        """Return the tensor with its elements in order in memory: itself if they are, else one copy
-        for all who ask.
+        """Return the tensor with its elements in order in memory.
+
+        That is the tensor itself if they are, else one copy for all who ask.
         """
         if lib.ggml_is_contiguous(tensor):
             # An axis of size 1 may have any stride there, but not in all of ggml's kernels.
@@ -73,8 +80,9 @@ class Lowering:
     def binary(
         self, constructor: Any, a: GgmlTensor, b: GgmlTensor, commutative: bool
     ) -> GgmlTensor:
-        """Apply ggml's binary op, which broadcasts its second operand only, under NumPy's rule for
-        both.
+        """Apply ggml's binary op under NumPy's broadcasting rule for both operands.
+
+        ggml itself broadcasts the second one only.
         """
         sizes_a, sizes_b = list(a.ne), list(b.ne)
         if commutative and any(m < n for m, n in zip(sizes_a, sizes_b, strict=True)):
@@ -85,4 +93,17 @@ class Lowering:
         return constructor(self.ctx, self.contiguous(a), self.contiguous(b))
 
 
-__all__ = ["GgmlTensor", "Lowering", "ffi", "lib", "ne_of"]
+def unary(name: str, ggml: str | None = None) -> Callable[[Lowering, GgmlTensor], GgmlTensor]:
+    """Return the lowering of an op on one tensor: pyggml's own kernel where it can run, else ggml's.
+
+    The two go by the op's name; ``ggml`` is ggml's, if it has another.
+    """
+    own, other = getattr(lib, f"pg_{name}"), getattr(lib, f"ggml_{ggml or name}")
+
+    def lower(b: Lowering, x: GgmlTensor) -> GgmlTensor:
+        return (own if b.own_kernels else other)(b.ctx, b.contiguous(x))
+
+    return lower
+
+
+__all__ = ["GgmlTensor", "Lowering", "ffi", "lib", "ne_of", "shape_of", "unary"]

@@ -155,8 +155,9 @@ class Plan(Protocol):
 
 
 def graph_order(roots: Iterable[Node], stop: Any = ()) -> list[Node]:
-    """Return the roots and all that they depend on, inputs first, in the order of recording; do not
-    look behind ``stop``.
+    """Return the roots and all that they depend on, inputs first, in the order of recording.
+
+    Does not look behind ``stop``.
     """
     seen = set(roots)
     stack = list(seen)

@@ -87,8 +87,9 @@ class Generator:
         return np.array(self._next(), np.uint64).view(np.int32)
 
     def numpy(self) -> np.random.Generator:
-        """Return NumPy's generator for the next draw, and count it: for numbers made on the host,
-        such as initial weights.
+        """Return NumPy's generator for the next draw, and count it.
+
+        It is for numbers made on the host, such as initial weights.
 
         >>> Generator(0).numpy().integers(10, size=3) == Generator(0).numpy().integers(10, size=3)
         array([ True,  True,  True])

@@ -1,5 +1,6 @@
-"""The `reference` device: every op's NumPy formula in float64, run over the same tape. Slow, and
-right: the oracle.
+"""The `reference` device: every op's NumPy formula in float64, run over the same tape.
+
+Slow, and right: the oracle.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The handle that people hold: a value that exists, or one that is recorded and computed when
-somebody looks.
+"""The handle that people hold: a value that exists, or one computed when somebody looks.
 
 A Tensor points at a place: a frame and a node in it (`_at`). Once it has a value it also has a
 Source, and can be taken into any later frame as an input.
@@ -16,11 +15,22 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from . import graph
-from .anomaly import note_line
 from .device import Device, resolve_device
 from .dtypes import DType, as_dtype, check_array, float32
 from .errors import DeviceError, DTypeError, GradError, PyggmlError, ShapeError, StaleError
-from .graph import MAX_DIMS, NOWHERE, SOURCE, Frame, Node, Op, Source, find_node, make_node, state
+from .graph import (
+    MAX_DIMS,
+    NOWHERE,
+    SOURCE,
+    Frame,
+    Node,
+    Op,
+    Source,
+    calling_line,
+    find_node,
+    make_node,
+    state,
+)
 
 TensorLike = Union["Tensor", ArrayLike]
 Axis = int | Sequence[int] | None
@@ -29,11 +39,10 @@ _nodes = graph._nodes  # the table itself: record() runs for every op of every s
 
 
 class Tensor:
-    """A value on one device, of up to four dimensions: computed already, or recorded and computed
-    when looked at.
+    """A value on one device, of up to four dimensions.
 
-    Make one with ag.tensor or ag.param. Operators follow NumPy's rules and mean the ag operation of
-    the same name.
+    It is computed already, or recorded and computed when looked at. Make one with ag.tensor or
+    ag.param. Operators follow NumPy's rules and mean the ag operation of the same name.
 
     >>> from pyggml import ag
     >>> x = ag.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -86,8 +95,9 @@ class Tensor:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether gradients flow into this tensor. Can be set on a leaf, which freezes or frees a
-        parameter.
+        """Whether gradients flow into this tensor.
+
+        Can be set on a leaf, which freezes or frees a parameter.
         """
         return self._at[1].requires_grad
 
@@ -145,8 +155,9 @@ class Tensor:
         return copy_to(self, device)
 
     def assign(self, value: TensorLike) -> None:
-        """Overwrite a leaf's value in place. Values pending on the old one can no longer be
-        computed.
+        """Overwrite a leaf's value in place.
+
+        Values pending on the old one can no longer be computed.
         """
         source = self._source
         if source is None or not self.is_leaf:
@@ -166,9 +177,8 @@ class Tensor:
         if self._source is None:
             frame, node = self._at
             if frame.ended:
-                raise PyggmlError(
-                    "this value was released before it was computed"
-                )  # a handle made by hand
+                # a handle made by hand
+                raise PyggmlError("this value was released before it was computed")
             evaluate(frame, self)
             assert self._source is not None
         return self._source
@@ -390,13 +400,15 @@ def _new(at: tuple[Frame, Node], source: Source | None, cls: type[Tensor] = Tens
 
 
 def pending(node: Node, frame: Frame) -> Tensor:
-    """Return a handle for a recorded node: kept as an output of the next run for as long as
-    somebody holds it.
+    """Return a handle for a recorded node.
+
+    The node is an output of the next run for as long as somebody holds the handle.
     """
     tensor = _new((frame, node), None)
     frame.handles.append(ref(tensor))
-    if frame.lines is not None:
-        note_line(frame, node)
+    lines = frame.lines
+    if lines is not None and node not in lines:  # for detect_anomaly
+        lines[node] = (*calling_line(), frame.rule_of)
     return tensor
 
 
@@ -449,10 +461,10 @@ def make_tensor(
 
 
 def record(op: Op, *inputs: TensorLike, **settings: Any) -> Tensor:
-    """Record one operation on tensors and return the handle of its result. The shape rule runs at
-    once.
+    """Record one operation on tensors and return the handle of its result.
 
-    All inputs must be on one device; a number or an array is taken as a float tensor there.
+    The shape rule runs at once. All inputs must be on one device; a number or an array is taken as
+    a float tensor there.
     """
     frame = state.frame
     if frame.ended:
@@ -468,10 +480,11 @@ def record(op: Op, *inputs: TensorLike, **settings: Any) -> Tensor:
                 node = frame.bind(source)
                 tensor._at = (frame, node)  # type: ignore[union-attr]
             nodes.append(node)
-    except (
-        AttributeError,
-        StaleError,
-    ):  # a number or an array; a source that was bound with an older value
+    except StaleError:  # a source that was bound with an older value
+        return _record_across(op, inputs, settings)
+    except AttributeError:  # a number or an array
+        if all(isinstance(value, Tensor) for value in inputs):
+            raise
         return _record_across(op, inputs, settings)
     key = (op, tuple(settings.items()), state.mode, *nodes)
     node = _nodes.get(key) or make_node(key)
@@ -479,8 +492,9 @@ def record(op: Op, *inputs: TensorLike, **settings: Any) -> Tensor:
 
 
 def _record_across(op: Op, inputs: tuple[Any, ...], settings: dict[str, Any]) -> Tensor:
-    """Record an op of which an input is not in the frame used last: take all inputs into one frame
-    first.
+    """Record an op of which an input is not in the frame used last.
+
+    All inputs are taken into one frame first.
     """
     like = next((value for value in inputs if isinstance(value, Tensor)), None)
     tensors = tuple(as_tensor(value, like, op=op.name) for value in inputs)
@@ -490,8 +504,9 @@ def _record_across(op: Op, inputs: tuple[Any, ...], settings: dict[str, Any]) ->
 
 
 def frame_for(tensors: tuple[Tensor, ...], op: str) -> Frame:
-    """Return this thread's open frame for the one device of the tensors, fresh if a source has
-    changed under it.
+    """Return this thread's open frame for the one device of the tensors.
+
+    It is fresh if a source has changed under the old one.
     """
     device = tensors[0].device
     for tensor in tensors:
@@ -510,9 +525,7 @@ def frame_for(tensors: tuple[Tensor, ...], op: str) -> Frame:
 
 
 def node_in(tensor: Tensor, frame: Frame) -> Node:
-    """Return the node that stands for a tensor in a frame, taking the tensor in if it is not there
-    yet.
-    """
+    """Return the node that stands for a tensor in a frame, taking it in if it is not there yet."""
     at, node = tensor._at
     if at is frame:
         return node

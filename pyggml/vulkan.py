@@ -315,8 +315,9 @@ class VulkanPlan(GgmlPlan):
 
 
 def find_devices() -> Iterator[VulkanDevice]:
-    """Yield the Vulkan devices that ggml offers: none without a driver, or in a build without
-    Vulkan.
+    """Yield the Vulkan devices that ggml offers.
+
+    There are none without a driver, or in a build without Vulkan.
     """
     registry = lib.ggml_backend_reg_by_name(b"Vulkan")
     if registry != ffi.NULL:

@@ -1,5 +1,6 @@
-"""The op table: one row for each op and each way of using it that runs other code. test_ops.py runs
-every row.
+"""The op table: one row for each op and each way of using it that runs other code.
+
+test_ops.py runs every row.
 """
 
 from __future__ import annotations

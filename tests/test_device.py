@@ -1,6 +1,7 @@
-"""Devices: which there are, how one is chosen, how values move between them, and the memory that a
-ggml device hands out. Vulkan itself is tested in test_vulkan.py; the device that is tested here is
-the same class on ggml's CPU backend, so that every machine runs it.
+"""Devices: which there are, how one is chosen, how values move, the memory they hand out.
+
+Vulkan itself is tested in test_vulkan.py; the device that is tested here is the same class on
+ggml's CPU backend, so that every machine runs it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Elementwise ops: special values, kinks and ties, powers, choices that must not leak NaN, and the
-accuracy of the kernels with exponentials.
+"""Elementwise ops: special values, kinks and ties, powers, choices, accuracy.
+
+Choices must not leak NaN; the accuracy is that of the kernels with exponentials.
 """
 
 from __future__ import annotations

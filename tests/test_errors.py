@@ -1,5 +1,6 @@
-"""No user's mistake ends the process: each one is tried in a child process and must be a Python
-exception.
+"""No user's mistake ends the process.
+
+Each one is tried in a child process and must be a Python exception.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Every layer against the values that PyTorch's layer of the same name computes: outputs, gradients
-in inputs and parameters, buffers; and the errors of settings and inputs that do not fit.
+"""Every layer against the values that PyTorch's layer of the same name computes.
+
+These are outputs, gradients in inputs and parameters, and buffers. Then the errors of settings and
+inputs that do not fit.
 """
 
 from __future__ import annotations

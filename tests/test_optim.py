@@ -1,5 +1,6 @@
-"""Optimizers: each method against PyTorch's steps and its formula in NumPy, on every device; what a
-method keeps; bad settings.
+"""Optimizers: each method against PyTorch's steps and its formula in NumPy, on every device.
+
+Also what a method keeps, and bad settings.
 """
 
 from __future__ import annotations

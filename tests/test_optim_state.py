@@ -1,5 +1,6 @@
-"""What optimizers keep and how it is saved: every method continues to the last bit, windows equal
-batches; groups of parameters; clipping.
+"""What optimizers keep and how it is saved; groups of parameters; clipping.
+
+Every method continues to the last bit, and windows equal batches.
 """
 
 from __future__ import annotations

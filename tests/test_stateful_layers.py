@@ -1,5 +1,6 @@
-"""Layers that depend on the mode, on random numbers, or on what came before: batch norm, dropout,
-attention, recurrent layers.
+"""Layers that depend on the mode, on random numbers, or on what came before.
+
+These are batch norm, dropout, attention and recurrent layers.
 """
 
 from __future__ import annotations

@@ -215,9 +215,8 @@ def test_skip_leaves_out_the_step_and_its_window_and_nothing_else(window):
 
 def test_skip_drops_the_good_batches_of_a_spoilt_window_too():
     data = poisoned(1)
-    history, model, opt, _ = run(
-        1, (*make(accumulate_steps=2)[:2], data), on_nonfinite="skip"
-    )  # batches 0 and 1 fall out; 2 and 3 make one update, 4 the last
+    # batches 0 and 1 fall out; 2 and 3 make one update, 4 the last
+    history, model, opt, _ = run(1, (*make(accumulate_steps=2)[:2], data), on_nonfinite="skip")
     _, other, _, _ = run(1, (*make(accumulate_steps=2)[:2], data[2:]))
     np.testing.assert_array_equal(weights(model), weights(other))
     assert (opt.t, history["skipped"]) == (2, [1])

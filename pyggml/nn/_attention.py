@@ -18,13 +18,13 @@ from ._support import input_of, misfit, parameter, share
 
 
 class MultiheadAttention(Module):
-    """Attend from queries (B, T, embed_dim) to keys (B, S, kdim) and values (B, S, vdim): (B, T,
-    embed_dim).
+    """Attend from queries to keys and values: (B, T, embed_dim).
 
-    Each of num_heads heads attends with its own projection (Vaswani et al. 2017). With fewer
-    num_kv_heads, neighbouring heads share keys and values (Ainslie et al. 2023). In training,
-    attention weights are dropped with probability ``dropout``. The batch is always the first axis,
-    and only the attended values are returned.
+    The queries are (B, T, embed_dim), the keys (B, S, kdim), the values (B, S, vdim). Each of
+    num_heads heads attends with its own projection (Vaswani et al. 2017). With fewer num_kv_heads,
+    neighbouring heads share keys and values (Ainslie et al. 2023). In training, attention weights
+    are dropped with probability ``dropout``. The batch is always the first axis, and only the
+    attended values are returned.
 
     Parameters: in_proj_weight, the rows of queries, keys and values one below the other, or
     q_proj_weight, k_proj_weight and v_proj_weight where kdim or vdim differ from embed_dim;
@@ -201,13 +201,13 @@ class _TransformerLayer(Module):
 
 
 class TransformerEncoderLayer(_TransformerLayer):
-    """Self-attention, then two linear layers, each added to its input and normalised: (B, T,
-    d_model) -> (B, T, d_model).
+    """Self-attention, then two linear layers: (B, T, d_model) -> (B, T, d_model).
 
-    dim_feedforward is the width between the linear layers. ``norm_first`` normalises what goes into
-    each part instead of its sum, which trains more easily when many layers are stacked (Xiong et
-    al. 2020). ``activation`` is "relu", "gelu" or a function. Made causal by causal=True, it is a
-    GPT's layer. The batch is always the first axis (Vaswani et al. 2017).
+    Each part is added to its input and normalised. dim_feedforward is the width between the linear
+    layers. ``norm_first`` normalises what goes into each part instead of its sum, which trains more
+    easily when many layers are stacked (Xiong et al. 2020). ``activation`` is "relu", "gelu" or a
+    function. Made causal by causal=True, it is a GPT's layer. The batch is always the first axis
+    (Vaswani et al. 2017).
 
     >>> layer = nn.TransformerEncoderLayer(8, 2, 16, norm_first=True)
     >>> layer(ag.tensor(np.ones((3, 5, 8))), causal=True).shape
@@ -224,11 +224,10 @@ class TransformerEncoderLayer(_TransformerLayer):
 
 
 class TransformerDecoderLayer(_TransformerLayer):
-    """Self-attention, attention to a memory, then two linear layers: (B, T, d_model) and (B, S,
-    d_model) -> (B, T, d_model).
+    """Self-attention, attention to a memory, then two linear layers: (B, T, d_model).
 
-    Each part is added to its input and normalised; the settings are those of
-    TransformerEncoderLayer (Vaswani et al. 2017).
+    It takes (B, T, d_model) and the memory, (B, S, d_model). Each part is added to its input and
+    normalised; the settings are those of TransformerEncoderLayer (Vaswani et al. 2017).
 
     >>> layer = nn.TransformerDecoderLayer(8, 2, 16)
     >>> memory = ag.tensor(np.ones((3, 7, 8)))
@@ -250,8 +249,9 @@ class TransformerDecoderLayer(_TransformerLayer):
         causal: bool = False,
         memory_mask: TensorLike | None = None,
     ) -> Tensor:
-        """Return the layer's output; mask and causal belong to the self-attention, memory_mask to
-        the attention to the memory.
+        """Return the layer's output.
+
+        mask and causal belong to the self-attention, memory_mask to the attention to the memory.
         """
         x = input_of(self, x, self.linear1.weight)
         memory = input_of(self, memory, x)

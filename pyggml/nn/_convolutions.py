@@ -97,13 +97,12 @@ class Conv1d(_Convolution):
 
 
 class Conv2d(_Convolution):
-    """Cross-correlate images (N, in_channels, H, W) with learned kernels: (N, out_channels, H',
-    W').
+    """Cross-correlate images (N, in_channels, H, W) with learned kernels.
 
-    See ag.conv2d for H' and W'. Sizes are one number for both axes or a pair. Weight,
-    (out_channels, in_channels / groups, KH, KW), and bias start uniform in +-1 / sqrt(in_channels
-    / groups * KH * KW). Raises SettingError for settings out of range, ShapeError for an input
-    that does not fit.
+    The result is (N, out_channels, H', W'). See ag.conv2d for H' and W'. Sizes are one number for
+    both axes or a pair. Weight, (out_channels, in_channels / groups, KH, KW), and bias start
+    uniform in +-1 / sqrt(in_channels / groups * KH * KW). Raises SettingError for settings out of
+    range, ShapeError for an input that does not fit.
 
     >>> nn.Conv2d(3, 8, 3, stride=2, padding=1)(np.ones((2, 3, 10, 12))).shape
     (2, 8, 5, 6)
@@ -117,12 +116,11 @@ class Conv2d(_Convolution):
 
 
 class ConvTranspose2d(_Convolution):
-    """The transpose of Conv2d, which makes images larger: (N, in_channels, H, W) -> (N,
-    out_channels, H', W').
+    """The transpose of Conv2d, which makes images larger.
 
-    H' = (H - 1) stride - 2 padding + dilation (KH - 1) + output_padding + 1. The weight is
-    (in_channels, out_channels / groups, KH, KW). Raises SettingError unless output_padding is less
-    than stride.
+    (N, in_channels, H, W) -> (N, out_channels, H', W'), where H' = (H - 1) stride - 2 padding +
+    dilation (KH - 1) + output_padding + 1. The weight is (in_channels, out_channels / groups, KH,
+    KW). Raises SettingError unless output_padding is less than stride.
 
     >>> nn.ConvTranspose2d(8, 3, 2, stride=2)(np.ones((2, 8, 5, 6))).shape
     (2, 3, 10, 12)

@@ -86,8 +86,9 @@ def buffer(data: TensorLike, *, dtype: object = None) -> Buffer:
 
 
 class Leftover(NamedTuple):
-    """The names that load_state_dict left out: absent from the values, from the module, or of
-    another shape.
+    """The names that load_state_dict left out.
+
+    They are absent from the values, absent from the module, or of another shape.
     """
 
     missing: list[str]

@@ -34,8 +34,9 @@ from ._support import input_of, misfit, parameter, share
 
 
 class _Recurrent(Module):
-    """What LSTM and GRU share: parameters, layers and directions. A subclass says how many gates
-    and states there are, and what a step does.
+    """What LSTM and GRU share: parameters, layers and directions.
+
+    A subclass says how many gates and states there are, and what a step does.
     """
 
     gates = 0

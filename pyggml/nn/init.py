@@ -169,9 +169,9 @@ def kaiming_uniform(
     nonlinearity: str = "leaky_relu",
     generator: Generator | None = None,
 ) -> np.ndarray:
-    """Return numbers uniform in +-gain * sqrt(3 / fan): layers with ReLU keep the spread of their
-    inputs, or with mode="fan_out" of the gradients (He et al. 2015).
+    """Return numbers uniform in +-gain * sqrt(3 / fan) (He et al. 2015).
 
+    Layers with ReLU then keep the spread of their inputs, or with mode="fan_out" of the gradients.
     ``a`` is the slope of leaky_relu for negative numbers. Raises ShapeError for fewer than two
     axes, SettingError for another mode or nonlinearity.
 
@@ -202,10 +202,10 @@ def kaiming_normal(
 def xavier_uniform(
     shape: Shape, *, gain: float = 1.0, generator: Generator | None = None
 ) -> np.ndarray:
-    """Return numbers uniform in +-gain * sqrt(6 / (fan_in + fan_out)): linear layers keep the
-    spread of inputs and of gradients about the same (Glorot and Bengio 2010).
+    """Return numbers uniform in +-gain * sqrt(6 / (fan_in + fan_out)) (Glorot and Bengio 2010).
 
-    Raises ShapeError for fewer than two axes.
+    Linear layers then keep the spread of inputs and of gradients about the same. Raises ShapeError
+    for fewer than two axes.
 
     >>> bool(np.abs(nn.init.xavier_uniform((2, 4))).max() <= 1)
     True

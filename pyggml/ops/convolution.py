@@ -52,10 +52,10 @@ def extent(kernel: Sequence[int], dilation: Sequence[int]) -> Shape:
 def windows(
     op: str, sizes: Sequence[int], covered: Sequence[int], stride: Shape, padding: Shape
 ) -> Shape:
-    """Return how often a window fits along each axis: floor((size + 2 padding - covered) / stride)
-    + 1.
+    """Return how often a window fits along each axis.
 
-    Raises ShapeError if it does not fit once.
+    That is floor((size + 2 padding - covered) / stride) + 1. Raises ShapeError if it does not fit
+    once.
     """
     room = [size + 2 * p - c for size, p, c in zip(sizes, padding, covered, strict=True)]
     if min(room) < 0:
@@ -400,12 +400,11 @@ def conv_transpose2d(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> Tensor:
-    """Return the gradient of conv2d in its images: (N, C, H, W), (C, O / groups, KH, KW) ->
-    (N, O, OH, OW).
+    """Return the gradient of conv2d in its images.
 
-    OH = (H - 1) stride - 2 padding + dilation (KH - 1) + output_padding + 1. A strided convolution
-    maps several sizes to one, and output_padding, which must be less than stride, says which is
-    meant.
+    (N, C, H, W), (C, O / groups, KH, KW) -> (N, O, OH, OW), where OH = (H - 1) stride - 2 padding +
+    dilation (KH - 1) + output_padding + 1. A strided convolution maps several sizes to one, and
+    output_padding, which must be less than stride, says which is meant.
 
     >>> ag.conv_transpose2d([[[[1.0, 2.0]]]], [[[[1.0, 1.0]]]], stride=2).numpy()
     array([[[[1., 1., 2., 2.]]]], dtype=float32)

@@ -43,8 +43,9 @@ def rand(
 def randn(
     shape: Sequence[int], *, generator: Generator | None = None, device: Device | str | None = None
 ) -> Tensor:
-    """Return a tensor of normal numbers, mean 0 and deviation 1, from the default generator or
-    another.
+    """Return a tensor of normal numbers, mean 0 and deviation 1.
+
+    They come from the default generator or another.
 
     >>> ag.randn((2, 3)).shape
     (2, 3)

@@ -116,10 +116,10 @@ def take(x: TensorLike, indices: TensorLike | ArrayLike, *, axis: int = 0) -> Te
 
 
 def embedding(weight: TensorLike, indices: TensorLike | ArrayLike) -> Tensor:
-    """Return the rows of a table that integers name: weight (rows, width), indices (...) ->
-    (..., width).
+    """Return the rows of a table that integers name.
 
-    Raises IndexRangeError for an index outside [0, rows), at once.
+    weight (rows, width), indices (...) -> (..., width). Raises IndexRangeError for an index outside
+    [0, rows), at once.
 
     >>> ag.embedding([[1.0, 2.0], [3.0, 4.0]], [1, 0]).numpy()
     array([[3., 4.],
@@ -175,11 +175,11 @@ def one_hot(indices: TensorLike | ArrayLike, classes: int) -> Tensor:
 
 
 def index(x: TensorLike, key: Any) -> Tensor:
-    """Return x[key] under NumPy's rules: integers, slices of any step, ..., None, and one array of
-    integers.
+    """Return x[key] under NumPy's rules.
 
-    Raises IndexRangeError for an integer out of range or too many of them, ShapeError for a result
-    without elements, DTypeError for masks: their result's shape would depend on the data.
+    The key has integers, slices of any step, ..., None, and one array of integers. Raises
+    IndexRangeError for an integer out of range or too many of them, ShapeError for a result without
+    elements, DTypeError for masks: their result's shape would depend on the data.
 
     >>> ag.index([[1.0, 2.0], [3.0, 4.0]], (slice(None), -1)).numpy()
     array([2., 4.], dtype=float32)
@@ -232,8 +232,9 @@ def index(x: TensorLike, key: Any) -> Tensor:
 
 
 def _spelled_out(key: Any, ndim: int) -> list[Any]:
-    """Return the entries of a key, one for each axis and each None: `...` and what is missing at
-    the end are written as slices, lists as arrays.
+    """Return the entries of a key, one for each axis and each None.
+
+    `...` and what is missing at the end are written as slices, lists as arrays.
     """
     entries = [_as_entry(entry) for entry in (key if isinstance(key, tuple) else (key,))]
     missing = ndim - sum(entry is not None and entry is not ... for entry in entries)
@@ -286,8 +287,9 @@ def _position(entry: Any, axis: int, size: int) -> int:
 
 
 def _from_the_start(entry: Any, axis: int, size: int) -> Any:
-    """Return an array of a key with negative integers counted from the start; the rest is checked
-    by take.
+    """Return an array of a key with negative integers counted from the start.
+
+    The rest is checked by take.
     """
     if isinstance(entry, Tensor):
         if entry._at[1].dtype is not int32 or index_range(entry)[0] >= 0:

@@ -72,8 +72,7 @@ def integer_labels(
     classes: int,
     ignore_index: int | None = None,
 ) -> Tensor:
-    """Return labels as an int32 tensor with the ignored ones set to -1, having checked that they
-    name a class each.
+    """Return labels, checked to name a class each, as int32 with the ignored ones set to -1.
 
     Raises DTypeError unless they are integers, IndexRangeError if one is outside [0, classes).
     """

@@ -31,8 +31,9 @@ def _matmul_shape(a: Spec, b: Spec) -> Spec:
 
 
 def _has_unit_stride(t: GgmlTensor) -> bool:
-    """Tell whether one of the last two axes is contiguous and the other strides over it, as BLAS
-    wants a matrix.
+    """Tell whether the last two axes are a matrix as BLAS wants it.
+
+    One of them is contiguous and the other strides over it.
     """
     width = ffi.sizeof("float")
     return (t.nb[0] == width and t.nb[1] >= width * t.ne[0]) or (
@@ -65,8 +66,9 @@ def _swap(x: Tensor) -> Tensor:
 
 
 def _product_like(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Return left @ right, laid out in memory as x is: the gradient of a transposed weight is that
-    of the weight, uncopied.
+    """Return left @ right, laid out in memory as x is.
+
+    The gradient of a transposed weight is that of the weight, uncopied.
     """
     if x._at[1].op is PERMUTE:
         return _swap(record(MATMUL, _swap(right), _swap(left)))

@@ -262,14 +262,13 @@ def softmax_cross_entropy(
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Return -log softmax(logits)[label]: logits (..., classes), integer labels (...), the loss in
-    nats.
+    """Return -log softmax(logits)[label], in nats.
 
-    Labels may also be probabilities of the logits' shape: the loss is then -sum(labels * log
-    softmax(logits)), in which a class of probability 0 counts 0, even if its logit is -inf. Label
-    smoothing takes that share of every label and spreads it over all classes. The mean is over the
-    labels that are not ignored; if all are, the loss and its gradient are 0. Raises IndexRangeError
-    for a label outside [0, classes), at once.
+    logits (..., classes), integer labels (...). Labels may also be probabilities of the logits'
+    shape: the loss is then -sum(labels * log softmax(logits)), in which a class of probability 0
+    counts 0, even if its logit is -inf. Label smoothing takes that share of every label and spreads
+    it over all classes. The mean is over the labels that are not ignored; if all are, the loss and
+    its gradient are 0. Raises IndexRangeError for a label outside [0, classes), at once.
 
     >>> ag.softmax_cross_entropy([[-431.0, 279.0, 427.0]], [0]).item()
     858.0

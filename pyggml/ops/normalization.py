@@ -31,8 +31,9 @@ def _normalize_shape(x: Spec, *parameters: Spec, **settings: Any) -> Spec:
 
 
 def _layout(x: GgmlTensor, axes: tuple[int, ...]) -> tuple[int, int]:
-    """Return how many elements lie before and behind the axes that are not normalised, which are
-    neighbours.
+    """Return how many elements lie before and behind the axes that are not normalised.
+
+    Those axes are neighbours.
     """
     sizes = list(reversed(list(x.ne)))
     kept = [i for i in range(MAX_DIMS) if i - MAX_DIMS not in axes and sizes[i] > 1]
@@ -63,8 +64,9 @@ def _on_rows(
     function: Callable[..., GgmlTensor],
     *tensors: GgmlTensor,
 ) -> GgmlTensor:
-    """Apply a function to matrices whose rows are what is normalised together, and undo the
-    rearrangement.
+    """Apply a function to matrices whose rows are what is normalised together.
+
+    Undoes the rearrangement.
     """
     result = function(*(rows_of(b, x, axes) for x in tensors))
     sizes = tuple(reversed(list(tensors[0].ne)))

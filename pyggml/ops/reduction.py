@@ -30,8 +30,10 @@ def reduced_shape(shape: Shape, axes: tuple[int, ...], keepdims: bool) -> Shape:
 
 
 def _reduction_stages(sizes: Shape, axes: tuple[int, ...]) -> list[Stage]:
-    """Return how to reduce axes in contiguous memory: one after another, the middle of (outer,
-    middle, inner). Neighbouring axes are one, and axes of size 1 belong to either neighbour.
+    """Return how to reduce axes in contiguous memory, one after another.
+
+    Each is the middle of (outer, middle, inner). Neighbouring axes are one, and axes of size 1
+    belong to either neighbour.
     """
     left = list(sizes)
     stages = []

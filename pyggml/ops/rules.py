@@ -51,9 +51,7 @@ def broadcast_shapes(op: str, *shapes: Shape) -> Shape:
 
 
 def broadcasting(op: str) -> Callable[..., Spec]:
-    """Return the shape rule of an elementwise op with several float inputs under NumPy's
-    broadcasting.
-    """
+    """Return the shape rule of an elementwise op with several float inputs, which broadcast."""
 
     def rule(*inputs: Spec, **settings: object) -> Spec:
         need_floats(op, *inputs)
@@ -71,8 +69,9 @@ def check_ndim(op: str, shape: Sequence[int]) -> None:
 
 
 def normalize_axis(op: str, axis: int, ndim: int) -> int:
-    """Return an axis counted from the end (-1 is the last), which names the same ggml axis in any
-    number of dimensions.
+    """Return an axis counted from the end: -1 is the last.
+
+    So it names the same ggml axis in any number of dimensions.
     """
     if isinstance(axis, bool) or not hasattr(axis, "__index__"):
         raise DTypeError(f"{op}: axis must be an integer; got {axis!r}")
@@ -86,8 +85,9 @@ ALL_AXES = [tuple(range(-ndim, 0)) for ndim in range(MAX_DIMS + 1)]
 
 
 def normalize_axes(op: str, axis: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    """Return sorted axes counted from the end, for an int, several, or None (all); repeats raise
-    ShapeError.
+    """Return sorted axes counted from the end, for an int, several, or None (all).
+
+    Raises ShapeError for repeats.
     """
     if axis is None:
         return ALL_AXES[ndim]

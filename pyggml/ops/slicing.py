@@ -34,9 +34,8 @@ def lower_slice(b: Lowering, x: GgmlTensor, *, ranges: tuple[Range, ...]) -> Ggm
     view.nb[0] = strides[0]
     if b.own_kernels or view.view_offs % VIEW_ALIGNMENT == 0:
         return view
-    return lib.ggml_cont(
-        b.ctx, view
-    )  # most of Vulkan's kernels end the process on a misaligned one
+    # most of Vulkan's kernels end the process on a misaligned one
+    return lib.ggml_cont(b.ctx, view)
 
 
 VIEW_ALIGNMENT = 256  # bytes: the most that a Vulkan device may ask for

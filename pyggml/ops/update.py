@@ -1,5 +1,6 @@
-"""Ops that change values in place: what optimizers end in. They run after everything else in a
-program.
+"""Ops that change values in place: what optimizers end in.
+
+They run after everything else in a program.
 
 Each fused update is one formula in NumPy, `formula(w, g, states, n, flag) -> (w, *states)`: the
 reference device runs it on arrays, and devices without our kernels on ggml tensors, one ggml op for
@@ -84,8 +85,9 @@ class Numbers:
 def _part_of_row(
     b: Lowering, table: GgmlTensor, row: int, column: int = 0, count: int = 1
 ) -> GgmlTensor:
-    """Return some of a row's numbers in a tensor of their own, as devices without our kernels need
-    them.
+    """Return some of a row's numbers in a tensor of their own.
+
+    Devices without our kernels need them so.
     """
     offset = row * table.nb[1] + column * table.nb[0]
     return lib.ggml_cont(b.ctx, lib.ggml_view_1d(b.ctx, table, count, offset))

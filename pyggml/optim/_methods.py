@@ -29,11 +29,11 @@ def _betas(method: str, betas: tuple[float, float]) -> tuple[float, float]:
 
 
 class SGD(Optimizer):
-    """Stochastic gradient descent, with momentum if asked for (Sutskever et al. 2013, in PyTorch's
-    form).
+    """Stochastic gradient descent, with momentum if asked for.
 
-    Weight decay is added to the gradient: g + weight_decay * w. The state is the velocity, if there
-    is momentum. Further settings: see Optimizer.
+    Momentum is that of Sutskever et al. 2013, in PyTorch's form. Weight decay is added to the
+    gradient: g + weight_decay * w. The state is the velocity, if there is momentum. Further
+    settings: see Optimizer.
 
     >>> w = ag.param([1.0])
     >>> opt = optim.SGD([w], lr=0.5)
@@ -161,12 +161,12 @@ class Adam(AdamW):
 
 
 class Lion(Optimizer):
-    """Lion, which moves every weight by the learning rate, up or down (Chen et al. 2023, algorithm
-    2).
+    """Lion, which moves every weight by the learning rate, up or down.
 
-    The sign of a mean of momentum and gradient decides. Weight decay is decoupled, as in AdamW. The
-    authors advise a learning rate 3 to 10 times smaller than AdamW's, and a weight decay as many
-    times larger. The state is the momentum. Further settings: see Optimizer.
+    Chen et al. 2023, algorithm 2. The sign of a mean of momentum and gradient decides. Weight decay
+    is decoupled, as in AdamW. The authors advise a learning rate 3 to 10 times smaller than
+    AdamW's, and a weight decay as many times larger. The state is the momentum. Further settings:
+    see Optimizer.
 
     >>> w = ag.param([1.0, -1.0])
     >>> opt = optim.Lion([w], lr=0.25)

@@ -78,9 +78,8 @@ class Optimizer:
         """The groups of parameters; their settings may be changed."""
         self.params = [parameter for group in self.groups for parameter in group.params]
         self._group_of = {p: group for group in self.groups for p in group.params}
-        self._own = Group(
-            [], lr=lr, weight_decay=weight_decay, method=name
-        )  # what groups default to
+        # what groups default to
+        self._own = Group([], lr=lr, weight_decay=weight_decay, method=name)
         self.accumulate_steps = positive_integer(name, "accumulate_steps", accumulate_steps)
         self.average = bool(average)
         self.clip_norm = self.clip_value = None
@@ -153,10 +152,10 @@ class Optimizer:
     def update_single(
         self, parameter: Tensor, gradient: Tensor, states: tuple[Tensor, ...], numbers: Numbers
     ) -> list[Effect]:
-        """Return the effects that update one parameter and its state, from tensors of one element
-        (``numbers[name]``) and tensors of its shape.
+        """Return the effects that update one parameter and its state.
 
-        It is called when a step is planned, so it reads from self nothing that changes, but for
+        They are built from tensors of one element (``numbers[name]``) and tensors of its shape. It
+        is called when a step is planned, so it reads from self nothing that changes, but for
         `decays`.
         """
         raise NotImplementedError

@@ -63,10 +63,9 @@ def polynomial_decay(lr: float, *, steps: int, power: float = 1.0, floor: float 
 
 
 def cosine_decay(lr: float, *, steps: int, floor: float = 0.0) -> Schedule:
-    """Return a schedule that falls from lr to floor along half a cosine (Loshchilov and Hutter
-    2017).
+    """Return a schedule that falls from lr to floor along half a cosine.
 
-    It stays at floor after ``steps`` updates.
+    After ``steps`` updates it stays at floor (Loshchilov and Hutter 2017).
 
     >>> schedule = optim.cosine_decay(1.0, steps=10, floor=0.2)
     >>> round(schedule(0), 6), round(schedule(5), 6), round(schedule(10), 6), schedule(99)
@@ -96,11 +95,10 @@ def _decay(
 
 
 def cosine_restarts(lr: float, *, period: int, growth: float = 1.0, floor: float = 0.0) -> Schedule:
-    """Return a schedule that falls from lr to floor along half a cosine, again and again (SGDR:
-    Loshchilov and Hutter 2017).
+    """Return a schedule that falls from lr to floor along half a cosine, again and again.
 
-    The first fall takes ``period`` updates, each further one ``growth`` times as many as the one
-    before.
+    This is SGDR (Loshchilov and Hutter 2017). The first fall takes ``period`` updates, each further
+    one ``growth`` times as many as the one before.
 
     >>> schedule = optim.cosine_restarts(1.0, period=4, growth=2.0)
     >>> [round(schedule(t), 3) for t in (0, 2, 3, 4, 8, 11, 12)]
@@ -130,11 +128,11 @@ def one_cycle(
     div_factor: float = 25.0,
     final_div_factor: float = 1e4,
 ) -> Schedule:
-    """Return a schedule that rises to lr and falls to almost nothing (Smith and Topin 2019), in
-    PyTorch's form.
+    """Return a schedule that rises to lr and falls to almost nothing.
 
-    It starts at lr / div_factor, is at lr after a share pct_start of the steps, and makes the last
-    of them with lr / div_factor / final_div_factor; each way is half a cosine.
+    This is Smith and Topin's policy (2019) in PyTorch's form. It starts at lr / div_factor, is at
+    lr after a share pct_start of the steps, and makes the last of them with lr / div_factor /
+    final_div_factor; each way is half a cosine.
 
     >>> schedule = optim.one_cycle(1.0, steps=10, pct_start=0.4)
     >>> schedule(0), schedule(3), round(schedule(6), 3), round(schedule(9), 6)
