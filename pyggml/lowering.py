@@ -94,9 +94,9 @@ class Lowering:
 
 
 def unary(name: str, ggml: str | None = None) -> Callable[[Lowering, GgmlTensor], GgmlTensor]:
-    """Return the lowering of an op on one tensor: pyggml's own kernel where it can run, else ggml's.
+    """Return the lowering of an op on one tensor: pyggml's kernel where it can run, else ggml's.
 
-    The two go by the op's name; ``ggml`` is ggml's, if it has another.
+    Both go by the op's name, unless ``ggml`` is ggml's name for it.
     """
     own, other = getattr(lib, f"pg_{name}"), getattr(lib, f"ggml_{ggml or name}")
 

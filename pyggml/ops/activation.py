@@ -13,7 +13,7 @@ import numpy as np
 from .._ffi import lib
 from ..errors import SettingError
 from ..graph import Op
-from ..lowering import GgmlTensor, Lowering
+from ..lowering import GgmlTensor, Lowering, unary
 from ..tensor import Tensor, TensorLike, record
 from .comparison import clamp, step, where
 from .elementwise import add, affine, exp, mul, sub
@@ -22,17 +22,10 @@ from .rules import same
 
 # ---- relu ----------------------------------------------------------------------------------------
 
-
-def _lower_relu(b: Lowering, x: GgmlTensor) -> GgmlTensor:
-    if b.own_kernels:  # on the CPU, ggml's runs on one thread and makes 0 of NaN
-        return lib.pg_relu(b.ctx, b.contiguous(x))
-    return lib.ggml_relu(b.ctx, b.contiguous(x))
-
-
 RELU: Op = Op(
     "relu",
     shape=same("relu"),
-    lower=_lower_relu,
+    lower=unary("relu"),  # on the CPU, ggml's runs on one thread and makes 0 of NaN
     grad=lambda g, out, x: record(RELU_BACK, g, out),  # from out: x need not be kept
     reference=lambda x: np.maximum(x, 0.0),
 )
@@ -138,16 +131,10 @@ def elu(x: TensorLike, *, alpha: float = 1.0) -> Tensor:
 
 # ---- tanh ----------------------------------------------------------------------------------------
 
-
-def _lower_tanh(b: Lowering, x: GgmlTensor) -> GgmlTensor:
-    x = b.contiguous(x)
-    return lib.pg_tanh(b.ctx, x) if b.own_kernels else lib.ggml_tanh(b.ctx, x)
-
-
 TANH: Op = Op(
     "tanh",
     shape=same("tanh"),
-    lower=_lower_tanh,
+    lower=unary("tanh"),
     grad=lambda g, out, x: record(TANH_BACK, g, out),
     reference=np.tanh,
 )
@@ -186,11 +173,6 @@ def tanh(x: TensorLike) -> Tensor:
 # ---- sigmoid -------------------------------------------------------------------------------------
 
 
-def _lower_sigmoid(b: Lowering, x: GgmlTensor) -> GgmlTensor:
-    x = b.contiguous(x)
-    return lib.pg_sigmoid(b.ctx, x) if b.own_kernels else lib.ggml_sigmoid(b.ctx, x)
-
-
 def _reference_sigmoid(x: np.ndarray) -> np.ndarray:
     small = np.exp(-np.abs(x))
     return np.where(x >= 0, 1.0, small) / (1.0 + small)
@@ -199,7 +181,7 @@ def _reference_sigmoid(x: np.ndarray) -> np.ndarray:
 SIGMOID: Op = Op(
     "sigmoid",
     shape=same("sigmoid"),
-    lower=_lower_sigmoid,
+    lower=unary("sigmoid"),
     grad=lambda g, out, x: record(SIGMOID_BACK, g, out),
     reference=_reference_sigmoid,
 )
@@ -238,11 +220,6 @@ def sigmoid(x: TensorLike) -> Tensor:
 # ---- silu ----------------------------------------------------------------------------------------
 
 
-def _lower_silu(b: Lowering, x: GgmlTensor) -> GgmlTensor:
-    x = b.contiguous(x)
-    return lib.pg_silu(b.ctx, x) if b.own_kernels else lib.ggml_silu(b.ctx, x)
-
-
 def _reference_silu(x: np.ndarray) -> np.ndarray:
     return np.where(x == -np.inf, 0.0, x * _reference_sigmoid(x))
 
@@ -250,7 +227,7 @@ def _reference_silu(x: np.ndarray) -> np.ndarray:
 SILU: Op = Op(
     "silu",
     shape=same("silu"),
-    lower=_lower_silu,
+    lower=unary("silu"),
     grad=lambda g, out, x: record(SILU_BACK, g, x),
     reference=_reference_silu,
 )
@@ -427,16 +404,10 @@ def gelu(x: TensorLike, *, approximate: str = "none") -> Tensor:
 
 # ---- softplus ------------------------------------------------------------------------------------
 
-
-def _lower_softplus(b: Lowering, x: GgmlTensor) -> GgmlTensor:
-    x = b.contiguous(x)  # ggml's is 0 below x = -17
-    return lib.pg_softplus(b.ctx, x) if b.own_kernels else lib.ggml_softplus(b.ctx, x)
-
-
 SOFTPLUS = Op(
     "softplus",
     shape=same("softplus"),
-    lower=_lower_softplus,
+    lower=unary("softplus"),  # ggml's is 0 below x = -17
     grad=lambda g, out, x: mul(g, sigmoid(x)),
     reference=lambda x: np.maximum(x, 0.0) + np.log1p(np.exp(-np.abs(x))),
 )

@@ -172,23 +172,24 @@ def where(condition: TensorLike, x: TensorLike, y: TensorLike) -> Tensor:
 # ---- maximum, minimum ----------------------------------------------------------------------------
 
 
-def _lower_maximum(b: Lowering, x: GgmlTensor, y: GgmlTensor) -> GgmlTensor:
-    if b.own_kernels:
-        return lib.pg_maximum(b.ctx, b.contiguous(x), b.contiguous(y))
-    return keep_nan(b, _lower_where(b, _lower_greater(b, x, y), x, y), x)
+def _choice(name: str, *, larger: bool) -> Op:
+    """Return the op that takes the larger of two elements, or the smaller; y in a tie."""
+    own = getattr(lib, f"pg_{name}")
+
+    def lower(b: Lowering, x: GgmlTensor, y: GgmlTensor) -> GgmlTensor:
+        if b.own_kernels:
+            return own(b.ctx, b.contiguous(x), b.contiguous(y))
+        takes_x = _lower_greater(b, x, y) if larger else _lower_greater(b, y, x)
+        return keep_nan(b, _lower_where(b, takes_x, x, y), x)
+
+    def grad(g: Tensor, out: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return _grad_where(g, out, greater(x, y) if larger else less(x, y), x, y)[1:]
+
+    formula = np.maximum if larger else np.minimum
+    return Op(name, shape=broadcasting(name), lower=lower, grad=grad, reference=formula)
 
 
-def _grad_maximum(g: Tensor, out: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    return _grad_where(g, out, greater(x, y), x, y)[1:]
-
-
-MAXIMUM = Op(
-    "maximum",
-    shape=broadcasting("maximum"),
-    lower=_lower_maximum,
-    grad=_grad_maximum,
-    reference=np.maximum,
-)
+MAXIMUM = _choice("maximum", larger=True)
 
 
 def maximum(x: TensorLike, y: TensorLike) -> Tensor:
@@ -204,23 +205,7 @@ def maximum(x: TensorLike, y: TensorLike) -> Tensor:
     return record(MAXIMUM, *constants(x, y))
 
 
-def _lower_minimum(b: Lowering, x: GgmlTensor, y: GgmlTensor) -> GgmlTensor:
-    if b.own_kernels:
-        return lib.pg_minimum(b.ctx, b.contiguous(x), b.contiguous(y))
-    return keep_nan(b, _lower_where(b, _lower_greater(b, y, x), x, y), x)
-
-
-def _grad_minimum(g: Tensor, out: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    return _grad_where(g, out, less(x, y), x, y)[1:]
-
-
-MINIMUM = Op(
-    "minimum",
-    shape=broadcasting("minimum"),
-    lower=_lower_minimum,
-    grad=_grad_minimum,
-    reference=np.minimum,
-)
+MINIMUM = _choice("minimum", larger=False)
 
 
 def minimum(x: TensorLike, y: TensorLike) -> Tensor:

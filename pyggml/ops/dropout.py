@@ -13,7 +13,7 @@ from ..device import Device
 from ..dtypes import float32, int32
 from ..errors import SettingError
 from ..graph import Op, Shape, Spec
-from ..lowering import GgmlTensor, Lowering
+from ..lowering import GgmlTensor, Lowering, shape_of
 from ..random import KEY_WORDS, Generator, default_generator, random_words
 from ..tensor import Tensor, TensorLike, as_tensor, make_tensor, record
 from .rules import check_ndim, need_floats
@@ -79,7 +79,7 @@ def _lower_dropout(b: Lowering, x: GgmlTensor, key: GgmlTensor, *, p: float) -> 
         return lib.pg_dropout(b.ctx, key, x, *_threshold_and_scale(p))
     # ggml has no random numbers: this one node runs on the CPU, wherever its neighbours do. Of x it
     # needs the shape only, so x stays where it is.
-    like = b.new(tuple(reversed(list(x.ne))), float32)
+    like = b.new(shape_of(x), float32)
     return lib.ggml_mul(b.ctx, x, lib.pg_dropout_mask(b.ctx, key, like, *_threshold_and_scale(p)))
 
 

@@ -12,7 +12,7 @@ from .._ffi import lib
 from ..device import Device, resolve_device
 from ..dtypes import as_dtype, float32
 from ..graph import PLAIN, Op, Shape, Spec, find_node, state
-from ..lowering import GgmlTensor, Lowering
+from ..lowering import GgmlTensor, Lowering, unary
 from ..tensor import Tensor, TensorLike, as_tensor, pending, record
 from .rules import broadcasting, check_ndim, same
 
@@ -146,9 +146,8 @@ def div(x: TensorLike, y: TensorLike) -> Tensor:
     >>> ag.div([1.0, 2.0], [4.0, 4.0]).numpy()
     array([0.25, 0.5 ], dtype=float32)
     """
-    if (
-        isinstance(y, (int, float)) and builtins.abs(y) > SMALLEST_NORMAL
-    ):  # 1 / y is finite in float32
+    # 1 / y is finite in float32
+    if isinstance(y, (int, float)) and builtins.abs(y) > SMALLEST_NORMAL:
         return affine(x, scale=1.0 / y)
     return record(DIV, x, y)
 
@@ -197,17 +196,11 @@ def neg(x: TensorLike) -> Tensor:
 
 # ---- exp, log ------------------------------------------------------------------------------------
 
-
-def _lower_exp(b: Lowering, x: GgmlTensor) -> GgmlTensor:
-    if b.own_kernels:  # ggml's runs on one thread, a libm call for each element
-        return lib.pg_exp(b.ctx, b.contiguous(x))
-    return lib.ggml_exp(b.ctx, b.contiguous(x))
-
-
+# ggml's run on one thread, a libm call for each element.
 EXP = Op(
     "exp",
     shape=same("exp"),
-    lower=_lower_exp,
+    lower=unary("exp"),
     grad=lambda g, out, x: mul(g, out),
     reference=np.exp,
 )
@@ -222,16 +215,10 @@ def exp(x: TensorLike) -> Tensor:
     return record(EXP, x)
 
 
-def _lower_log(b: Lowering, x: GgmlTensor) -> GgmlTensor:
-    if b.own_kernels:  # ggml's runs on one thread, a libm call for each element
-        return lib.pg_log(b.ctx, b.contiguous(x))
-    return lib.ggml_log(b.ctx, b.contiguous(x))
-
-
 LOG = Op(
     "log",
     shape=same("log"),
-    lower=_lower_log,
+    lower=unary("log"),
     grad=lambda g, out, x: div(g, x),
     reference=np.log,
 )
@@ -266,16 +253,10 @@ def abs(x: TensorLike) -> Tensor:
     return record(ABS, x)
 
 
-def _lower_sign(b: Lowering, x: GgmlTensor) -> GgmlTensor:
-    if b.own_kernels:  # ggml's makes 0 of NaN
-        return lib.pg_sign(b.ctx, b.contiguous(x))
-    return lib.ggml_sgn(b.ctx, b.contiguous(x))
-
-
 SIGN = Op(
     "sign",
     shape=same("sign"),
-    lower=_lower_sign,
+    lower=unary("sign", "sgn"),  # ggml's makes 0 of NaN
     differentiable=False,
     reference=np.sign,
 )

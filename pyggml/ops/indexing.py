@@ -13,10 +13,10 @@ from ..checks import positive_integer
 from ..dtypes import float32, int32
 from ..errors import DTypeError, IndexRangeError, ShapeError
 from ..graph import Op, Spec
-from ..lowering import GgmlTensor, Lowering
+from ..lowering import GgmlTensor, Lowering, shape_of
 from ..tensor import Tensor, TensorLike, as_tensor, record
 from .labels import ONE_HOT, checked_indices, index_range
-from .rules import check_ndim, need_floats, normalize_axes, normalize_axis
+from .rules import check_ndim, need_floats, normalize_axes, normalize_axis, split_at
 from .shaping import reshape
 from .slicing import Range, sliced
 
@@ -31,8 +31,8 @@ def _take_shape(x: Spec, indices: Spec, *, axis: int) -> Spec:
 
 def _sizes_around(x: GgmlTensor, axis: int) -> tuple[int, int, int]:
     """Return the number of entries before an axis, along it, and in each entry after it."""
-    sizes = list(x.ne)
-    return prod(sizes[-axis:]), sizes[-1 - axis], prod(sizes[: -1 - axis])
+    before, size, after = split_at(shape_of(x), axis)
+    return prod(before), size, prod(after)
 
 
 def _lower_take(b: Lowering, x: GgmlTensor, indices: GgmlTensor, *, axis: int) -> GgmlTensor:

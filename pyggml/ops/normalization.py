@@ -12,7 +12,7 @@ from .._ffi import ffi, lib
 from ..checks import number_in, positive_integer
 from ..errors import SettingError, ShapeError
 from ..graph import MAX_DIMS, Op, Shape, Spec
-from ..lowering import GgmlTensor, Lowering
+from ..lowering import GgmlTensor, Lowering, shape_of
 from ..tensor import Tensor, TensorLike, as_tensor, record
 from .elementwise import add, affine, detach, div, mul, neg, sub
 from .power import sqr, sqrt
@@ -35,7 +35,7 @@ def _layout(x: GgmlTensor, axes: tuple[int, ...]) -> tuple[int, int]:
 
     Those axes are neighbours.
     """
-    sizes = list(reversed(list(x.ne)))
+    sizes = shape_of(x)
     kept = [i for i in range(MAX_DIMS) if i - MAX_DIMS not in axes and sizes[i] > 1]
     first, last = (kept[0], kept[-1]) if kept else (0, -1)
     return prod(sizes[:first]), prod(sizes[last + 1 :])
@@ -54,8 +54,8 @@ def _layout_with_run(
     return outer, inner, run
 
 
-def _shape_of(*weight: GgmlTensor) -> list[int]:
-    return [*reversed(list(weight[0].ne))] if weight else []
+def _weight_shape(*weight: GgmlTensor) -> Shape:
+    return shape_of(weight[0]) if weight else ()
 
 
 def _on_rows(
@@ -69,7 +69,7 @@ def _on_rows(
     Undoes the rearrangement.
     """
     result = function(*(rows_of(b, x, axes) for x in tensors))
-    sizes = tuple(reversed(list(tensors[0].ne)))
+    sizes = shape_of(tensors[0])
     order = [i for i in range(MAX_DIMS) if i - MAX_DIMS not in axes]
     order += [axis + MAX_DIMS for axis in axes]
     result = b.reshape(result, tuple(sizes[i] for i in order))
@@ -90,7 +90,7 @@ def _lower_normalize(
     if b.own_kernels:  # ggml adds up one element after the other
         x = b.contiguous(x)
         given = [*(b.contiguous(t) for t in parameters), ffi.NULL, ffi.NULL][:2]
-        layout = _layout_with_run(x, axes, _shape_of(*parameters[:1]))
+        layout = _layout_with_run(x, axes, _weight_shape(*parameters[:1]))
         return lib.pg_norm(b.ctx, x, *given, *layout, eps, centered)
     norm = lib.ggml_norm if centered else lib.ggml_rms_norm
     y = _on_rows(b, axes, lambda rows: norm(b.ctx, rows, eps), x)
@@ -143,7 +143,7 @@ def _lower_normalize_back(
     if b.own_kernels:
         g, x = b.contiguous(g), b.contiguous(x)
         known = b.contiguous(weight[0]) if weight else ffi.NULL
-        layout = _layout_with_run(x, axes, _shape_of(*weight))
+        layout = _layout_with_run(x, axes, _weight_shape(*weight))
         return lib.pg_norm_back(b.ctx, g, x, known, *layout, eps, centered)
 
     def center(rows: GgmlTensor) -> GgmlTensor:

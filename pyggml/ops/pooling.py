@@ -12,7 +12,7 @@ from .._ffi import lib
 from ..dtypes import float32
 from ..errors import SettingError, ShapeError
 from ..graph import Op, Shape, Spec
-from ..lowering import GgmlTensor, Lowering
+from ..lowering import GgmlTensor, Lowering, shape_of
 from ..tensor import Tensor, TensorLike, as_tensor, record
 from .convolution import Pair, as_sizes, c_settings, unfold, windows
 from .rules import need_floats
@@ -45,7 +45,7 @@ def _lower_max_pool(
         return largest
     first = _first_of_each_window(b, x, largest, kernel, stride, padding)
     picked = lib.ggml_mul(b.ctx, first, _covered(b, values, kernel, stride, padding, 0.0))
-    return b.reshape(lib.ggml_sum_rows(b.ctx, picked), tuple(reversed(list(largest.ne))))
+    return b.reshape(lib.ggml_sum_rows(b.ctx, picked), shape_of(largest))
 
 
 def _pool_2d(

@@ -9,7 +9,7 @@ import numpy as np
 from .._ffi import lib
 from ..dtypes import float32
 from ..graph import Op
-from ..lowering import GgmlTensor, Lowering
+from ..lowering import GgmlTensor, Lowering, shape_of
 from ..tensor import Tensor, TensorLike, record
 from .comparison import constants, equal, keep_nan, less
 from .elementwise import add, affine, div, log, mul
@@ -69,7 +69,7 @@ def _lower_power(b: Lowering, x: GgmlTensor, *, exponent: float) -> GgmlTensor:
     if b.own_kernels:
         return lib.pg_power(b.ctx, x, exponent)
     count, is_whole = abs(exponent), exponent.is_integer()
-    one = lib.ggml_fill(b.ctx, b.new(tuple(reversed(list(x.ne))), float32), 1.0)
+    one = lib.ggml_fill(b.ctx, b.new(shape_of(x), float32), 1.0)
     if is_whole and count <= MAX_FACTORS:
         result = one
         for _ in range(int(count)):

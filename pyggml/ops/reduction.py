@@ -11,15 +11,14 @@ from .._ffi import lib
 from ..dtypes import float32, int32
 from ..errors import SettingError
 from ..graph import MAX_DIMS, Op, Shape, Spec
-from ..lowering import GgmlTensor, Lowering
-from ..tensor import Tensor, TensorLike, as_tensor, record
+from ..lowering import GgmlTensor, Lowering, shape_of
+from ..tensor import Axis, Tensor, TensorLike, as_tensor, record
 from .comparison import clamp, equal, where
 from .elementwise import add, affine, detach, div, exp, log, mul, neg, sub
 from .power import sqr, sqrt
-from .rules import need_floats, normalize_axes, normalize_axis
+from .rules import need_floats, normalize_axes, normalize_axis, split_at
 from .shaping import broadcast_to, reshape
 
-Axis = int | Sequence[int] | None
 Stage = tuple[int, int, int]
 
 
@@ -27,6 +26,16 @@ def reduced_shape(shape: Shape, axes: tuple[int, ...], keepdims: bool) -> Shape:
     """Return the shape that is left after reducing axes, which count from the end."""
     sizes = enumerate(shape, start=-len(shape))
     return tuple(1 if i in axes else size for i, size in sizes if keepdims or i not in axes)
+
+
+def _reducing(op: str) -> Callable[..., Spec]:
+    """Return the shape rule of a reduction of floats to floats."""
+
+    def rule(x: Spec, *, axes: tuple[int, ...], keepdims: bool) -> Spec:
+        need_floats(op, x)
+        return Spec(reduced_shape(x.shape, axes, keepdims), x.dtype)
+
+    return rule
 
 
 def _reduction_stages(sizes: Shape, axes: tuple[int, ...]) -> list[Stage]:
@@ -57,20 +66,14 @@ def _reduce_in_stages(
 ) -> GgmlTensor:
     for outer, middle, inner in stages:
         if outer == inner == 1 and middle >= MANY and middle % PIECES == 0:
-            x = kernel(b.ctx, x, PIECES, middle // PIECES, 1)
-            middle = PIECES
-        x = kernel(b.ctx, x, outer, middle, inner)
+            x = kernel(b.ctx, x, PIECES, 1)
+        x = kernel(b.ctx, x, outer, inner)
     return x
 
 
 LONG_ROW = 4096  # elements; ggml's Vulkan backend sums a row in one workgroup, in float32
 
 # ---- sum -----------------------------------------------------------------------------------------
-
-
-def _sum_shape(x: Spec, *, axes: tuple[int, ...], keepdims: bool) -> Spec:
-    need_floats("sum", x)
-    return Spec(reduced_shape(x.shape, axes, keepdims), x.dtype)
 
 
 def _parts_of(length: int) -> int:
@@ -82,7 +85,7 @@ def _parts_of(length: int) -> int:
 
 def _lower_sum(b: Lowering, x: GgmlTensor, *, axes: tuple[int, ...], keepdims: bool) -> GgmlTensor:
     x = b.contiguous(x)
-    sizes = tuple(reversed(list(x.ne)))
+    sizes = shape_of(x)
     result = reduced_shape(sizes, axes, keepdims)
     stages = _reduction_stages(sizes, axes)
     if b.own_kernels:  # ggml's sums run on one thread
@@ -106,7 +109,7 @@ def _grad_sum(
 
 SUM = Op(
     "sum",
-    shape=_sum_shape,
+    shape=_reducing("sum"),
     lower=_lower_sum,
     grad=_grad_sum,
     reference=lambda x, axes, keepdims: np.sum(x, axis=axes, keepdims=keepdims),
@@ -158,13 +161,8 @@ def _checked(op: str, x: TensorLike, axis: Axis) -> tuple[Tensor, tuple[int, ...
 # ---- max, min ------------------------------------------------------------------------------------
 
 
-def _max_shape(x: Spec, *, axes: tuple[int, ...], keepdims: bool) -> Spec:
-    need_floats("max", x)
-    return Spec(reduced_shape(x.shape, axes, keepdims), x.dtype)
-
-
 def _lower_max(b: Lowering, x: GgmlTensor, *, axes: tuple[int, ...], keepdims: bool) -> GgmlTensor:
-    sizes = tuple(reversed(list(x.ne)))
+    sizes = shape_of(x)
     result = reduced_shape(sizes, axes, keepdims)
     if b.own_kernels:
         stages = _reduction_stages(sizes, axes)
@@ -179,15 +177,9 @@ def _lower_max(b: Lowering, x: GgmlTensor, *, axes: tuple[int, ...], keepdims: b
     return b.reshape(lib.ggml_add(b.ctx, b.reshape(top, (count, 1)), zero), result)
 
 
-def _split_at(sizes: Shape, axis: int) -> tuple[int, int, int]:
-    """Return the number of elements before an axis, on it, and behind it."""
-    axis %= len(sizes)
-    return prod(sizes[:axis]), sizes[axis], prod(sizes[axis + 1 :])
-
-
 def rows_of(b: Lowering, x: GgmlTensor, axes: tuple[int, ...]) -> GgmlTensor:
     """Return the elements as a matrix: what is reduced together in one row."""
-    sizes = tuple(reversed(list(x.ne)))
+    sizes = shape_of(x)
     kept = [axis for axis in range(-MAX_DIMS, 0) if axis not in axes]
     target = [0] * MAX_DIMS  # where each of ggml's axes goes
     for place, axis in enumerate((*kept, *axes), start=-MAX_DIMS):
@@ -206,7 +198,7 @@ def _grad_max(
 
 MAX = Op(
     "max",
-    shape=_max_shape,
+    shape=_reducing("max"),
     lower=_lower_max,
     grad=_grad_max,
     reference=lambda x, axes, keepdims: np.max(x, axis=axes, keepdims=keepdims),
@@ -269,10 +261,11 @@ def _argmax_shape(x: Spec, *, axis: int, keepdims: bool) -> Spec:
 
 
 def _lower_argmax(b: Lowering, x: GgmlTensor, *, axis: int, keepdims: bool) -> GgmlTensor:
-    sizes = tuple(reversed(list(x.ne)))
+    sizes = shape_of(x)
     result = reduced_shape(sizes, (axis,), keepdims)
     if b.own_kernels:
-        best = lib.pg_argmax_middle(b.ctx, b.contiguous(x), *_split_at(sizes, axis))
+        before, _, after = split_at(sizes, axis)
+        best = lib.pg_argmax_middle(b.ctx, b.contiguous(x), prod(before), prod(after))
         return b.reshape(best, result)
     # ggml_argmax gives any of equal elements, the last one on the CPU. So the largest are marked,
     # the first of them with the largest number (numbers are exact up to 2^24).

@@ -81,6 +81,12 @@ def normalize_axis(op: str, axis: int, ndim: int) -> int:
     return index - ndim if index >= 0 else index
 
 
+def split_at(shape: Shape, axis: int) -> tuple[Shape, int, Shape]:
+    """Return the sizes before an axis that counts from the end, its own, and those after it."""
+    i = axis + len(shape)
+    return shape[:i], shape[i], shape[i + 1 :]
+
+
 ALL_AXES = [tuple(range(-ndim, 0)) for ndim in range(MAX_DIMS + 1)]
 
 

@@ -13,7 +13,7 @@ from ..errors import DTypeError, ShapeError
 from ..graph import MAX_DIMS, SOURCE, Op, Shape, Spec
 from ..lowering import GgmlTensor, Lowering
 from ..tensor import Tensor, TensorLike, as_tensor, passing, pending, record
-from .rules import broadcast_shapes, check_ndim, normalize_axes, normalize_axis
+from .rules import broadcast_shapes, check_ndim, normalize_axes, normalize_axis, split_at
 
 # ---- reshape -------------------------------------------------------------------------------------
 
@@ -207,7 +207,7 @@ def repeat(x: TensorLike, repeats: int, *, axis: int) -> Tensor:
     array([1., 1., 2., 2.], dtype=float32)
     """
     x = as_tensor(x, op="repeat", dtype=None)
-    before, size, after = _around("repeat", x, axis)
+    before, size, after = split_at(x.shape, normalize_axis("repeat", axis, x.ndim))
     count = positive_integer("repeat", "repeats", repeats)
     inner = prod(after)
     copies = broadcast_to(reshape(x, (-1, 1, inner)), (prod(before) * size, count, inner))
@@ -221,14 +221,8 @@ def tile(x: TensorLike, repeats: int, *, axis: int) -> Tensor:
     array([1., 2., 1., 2.], dtype=float32)
     """
     x = as_tensor(x, op="tile", dtype=None)
-    before, size, after = _around("tile", x, axis)
+    before, size, after = split_at(x.shape, normalize_axis("tile", axis, x.ndim))
     count = positive_integer("tile", "repeats", repeats)
     inner = size * prod(after)
     copies = broadcast_to(reshape(x, (-1, 1, inner)), (prod(before), count, inner))
     return reshape(copies, (*before, size * count, *after))
-
-
-def _around(op: str, x: Tensor, axis: int) -> tuple[Shape, int, Shape]:
-    """Return the sizes before an axis, its own, and those after it."""
-    i = normalize_axis(op, axis, x.ndim) + x.ndim
-    return x.shape[:i], x.shape[i], x.shape[i + 1 :]

@@ -106,16 +106,13 @@ struct ggml_tensor * pg_gelu_tanh(struct ggml_context * ctx, struct ggml_tensor 
 struct ggml_tensor * pg_gelu_tanh_back(struct ggml_context * ctx, struct ggml_tensor * grad, struct ggml_tensor * x);
 
 /* Sum over the middle axis of a contiguous (outer, middle, inner): (outer, inner). */
-struct ggml_tensor * pg_sum_middle(
-    struct ggml_context * ctx, struct ggml_tensor * x, int64_t outer, int64_t middle, int64_t inner);
+struct ggml_tensor * pg_sum_middle(struct ggml_context * ctx, struct ggml_tensor * x, int64_t outer, int64_t inner);
 
 /* Largest element along the middle axis of a contiguous (outer, middle, inner): (outer, inner). NaN where there is one. */
-struct ggml_tensor * pg_max_middle(
-    struct ggml_context * ctx, struct ggml_tensor * x, int64_t outer, int64_t middle, int64_t inner);
+struct ggml_tensor * pg_max_middle(struct ggml_context * ctx, struct ggml_tensor * x, int64_t outer, int64_t inner);
 
 /* Index of that element, the first of equal ones, or of NaN: int32 (outer, inner). */
-struct ggml_tensor * pg_argmax_middle(
-    struct ggml_context * ctx, struct ggml_tensor * x, int64_t outer, int64_t middle, int64_t inner);
+struct ggml_tensor * pg_argmax_middle(struct ggml_context * ctx, struct ggml_tensor * x, int64_t outer, int64_t inner);
 
 /* Copies to other places. Axes count from the last, as in ggml; every int64_t array has four entries in that order.
  * pg_pad sets x, spread to every step-th element, into a tensor of sizes ne full of value; before is where x starts. x may have

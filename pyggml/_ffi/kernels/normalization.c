@@ -524,5 +524,5 @@ struct ggml_tensor * pg_norm_dot(
     struct ggml_tensor * node = ggml_custom_4d(
         ctx, GGML_TYPE_F32, weights, blocks, 1, 1, args, 2, run_norm_dot, GGML_N_TASKS_MAX, NULL);
     set_layout(node, outer, inner, run, weights, eps, centered);
-    return blocks > 1 ? pg_sum_middle(ctx, node, 1, blocks, inner) : node;
+    return blocks > 1 ? pg_sum_middle(ctx, node, 1, inner) : node;
 }

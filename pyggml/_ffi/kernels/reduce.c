@@ -6,6 +6,13 @@ enum { SUM_COLUMNS = 256, SUM_BLOCK = 32 };
 
 enum { LANES = 32 };
 
+/* The node of a reduction over the middle axis of x: (outer, inner). */
+static struct ggml_tensor * over_middle(
+    struct ggml_context * ctx, enum ggml_type type, struct ggml_tensor * x, int64_t outer, int64_t inner, ggml_custom_op_t run) {
+    struct ggml_tensor * args[] = {x};
+    return ggml_custom_4d(ctx, type, inner, outer, 1, 1, args, 1, run, GGML_N_TASKS_MAX, NULL);
+}
+
 /* Blocks are added in float, in as many lanes as vectorise well, and their sums in double. */
 static float row_sum(const float * x, int64_t n) {
     double total = 0.0;
@@ -67,11 +74,8 @@ static void run_sum_middle(struct ggml_tensor * dst, int ith, int nth, void * un
     }
 }
 
-struct ggml_tensor * pg_sum_middle(
-    struct ggml_context * ctx, struct ggml_tensor * x, int64_t outer, int64_t middle, int64_t inner) {
-    (void) middle;
-    struct ggml_tensor * args[] = {x};
-    return ggml_custom_4d(ctx, GGML_TYPE_F32, inner, outer, 1, 1, args, 1, run_sum_middle, GGML_N_TASKS_MAX, NULL);
+struct ggml_tensor * pg_sum_middle(struct ggml_context * ctx, struct ggml_tensor * x, int64_t outer, int64_t inner) {
+    return over_middle(ctx, GGML_TYPE_F32, x, outer, inner, run_sum_middle);
 }
 
 /* The larger of two numbers; NaN if either is. */
@@ -127,11 +131,8 @@ static void run_max_middle(struct ggml_tensor * dst, int ith, int nth, void * un
     }
 }
 
-struct ggml_tensor * pg_max_middle(
-    struct ggml_context * ctx, struct ggml_tensor * x, int64_t outer, int64_t middle, int64_t inner) {
-    (void) middle;
-    struct ggml_tensor * args[] = {x};
-    return ggml_custom_4d(ctx, GGML_TYPE_F32, inner, outer, 1, 1, args, 1, run_max_middle, GGML_N_TASKS_MAX, NULL);
+struct ggml_tensor * pg_max_middle(struct ggml_context * ctx, struct ggml_tensor * x, int64_t outer, int64_t inner) {
+    return over_middle(ctx, GGML_TYPE_F32, x, outer, inner, run_max_middle);
 }
 
 static void run_argmax_middle(struct ggml_tensor * dst, int ith, int nth, void * unused) {
@@ -159,9 +160,6 @@ static void run_argmax_middle(struct ggml_tensor * dst, int ith, int nth, void *
     }
 }
 
-struct ggml_tensor * pg_argmax_middle(
-    struct ggml_context * ctx, struct ggml_tensor * x, int64_t outer, int64_t middle, int64_t inner) {
-    (void) middle;
-    struct ggml_tensor * args[] = {x};
-    return ggml_custom_4d(ctx, GGML_TYPE_I32, inner, outer, 1, 1, args, 1, run_argmax_middle, GGML_N_TASKS_MAX, NULL);
+struct ggml_tensor * pg_argmax_middle(struct ggml_context * ctx, struct ggml_tensor * x, int64_t outer, int64_t inner) {
+    return over_middle(ctx, GGML_TYPE_I32, x, outer, inner, run_argmax_middle);
 }
