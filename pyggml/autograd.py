@@ -20,7 +20,7 @@ from .graph import Budget, Frame, Mode, Node, find_node, mode_of, source_index, 
 from .ops import add, full, sum_to
 from .ops.update import ACCUMULATE
 from .plan import graph_order
-from .tensor import Tensor, node_in, passing, pending
+from .tensor import Tensor, make_tensor, node_in, passing, pending
 
 # ---- recording modes -----------------------------------------------------------------------------
 
@@ -250,6 +250,8 @@ def _gradients_of(
             f"{op}: needs a value of one element; got shape {target.shape}; reduce it with ag.sum "
             "or ag.mean, or give the gradient to start from as seed="
         )
+    if seed is not None and not isinstance(seed, Tensor):
+        seed = make_tensor(seed, device=frame.device, op=f"{op}: seed")
     if seed is not None and seed.shape != target.shape:
         raise ShapeError(f"{op}: seed must have the value's shape {target.shape}; got {seed.shape}")
     with state.inside(frame, mode):

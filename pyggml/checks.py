@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from numbers import Real
 
-from .errors import SettingError
+from .errors import DTypeError, SettingError
 
 
 def positive_integer(op: str, name: str, value: object, highest: int | None = None) -> int:
@@ -20,6 +20,19 @@ def positive_integer(op: str, name: str, value: object, highest: int | None = No
         limit = "" if highest is None else f", at most {highest}"
         raise SettingError(f"{op}: {name} must be a positive integer{limit}; got {value!r}")
     return number
+
+
+def plain_number(op: str, name: str, value: object) -> float:
+    """Return value as a float, or raise DTypeError unless it is a Python number.
+
+    A tensor would lose its gradient, and be read in the middle of recording.
+    """
+    if type(value) is not float and not isinstance(value, Real):
+        raise DTypeError(
+            f"{op}: {name} must be a Python number; got {type(value).__name__}; for a tensor use "
+            "operators, which broadcast and carry its gradient"
+        )
+    return float(value)
 
 
 def number_in(op: str, name: str, value: object, low: float, below: float = float("inf")) -> float:

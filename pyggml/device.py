@@ -327,6 +327,8 @@ def _known() -> dict[str, Device]:
             if not _devices:
                 cpu = CpuDevice()
                 atexit.register(cpu.close)
+                if hasattr(os, "register_at_fork"):
+                    os.register_at_fork(after_in_child=_renew_locks)
                 _devices.update(cpu=cpu, reference=ReferenceDevice())
     return _devices
 
@@ -341,6 +343,12 @@ def _with_vulkan() -> dict[str, Device]:
             _known().update((device.name, device) for device in find_devices())
             _found_vulkan = True
         return _devices
+
+
+def _renew_locks() -> None:
+    """Take new locks: in a forked child nobody is left to release those that were held."""
+    for found in _devices.values():
+        found.lock = threading.RLock()
 
 
 def devices() -> list[Device]:

@@ -19,10 +19,11 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from .dtypes import DType
-from .errors import StaleError
+from .errors import DeviceMemoryError, ShapeError, StaleError
 
 if TYPE_CHECKING:
     from .device import Device
@@ -187,6 +188,21 @@ def clear_nodes() -> None:
         cache.clear()
 
 
+MAX_AXIS = 2**31 - 1  # what BLAS and several of ggml's kernels can count
+MAX_BYTES = 2**46  # far beyond any memory, and far below what overflows
+
+
+def check_size(op: str, shape: Shape, dtype: DType) -> None:
+    """Raise ShapeError for an axis that is empty or too long, MemoryError for too many bytes."""
+    nbytes = prod(shape) * dtype.size
+    if any(size < 1 for size in shape):
+        raise ShapeError(f"{op}: every axis needs at least one element; got shape {shape}")
+    if nbytes > MAX_BYTES:
+        raise DeviceMemoryError(f"{op}: shape {shape} would take {nbytes / 2**30:,.0f} GB")
+    if max(shape, default=1) > MAX_AXIS:
+        raise ShapeError(f"{op}: an axis may have {MAX_AXIS:,} elements; got shape {shape}")
+
+
 def make_node(key: tuple) -> Node:
     """Create the node for a key that the table lacks; the shape rule checks it.
 
@@ -194,6 +210,7 @@ def make_node(key: tuple) -> Node:
     """
     op, settings, mode, *inputs = key
     spec = op.shape(*inputs, **dict(settings))
+    check_size(op.name, spec.shape, spec.dtype)
     requires_grad = mode.taped and op.differentiable and any(node.requires_grad for node in inputs)
     if len(_nodes) >= MAX_NODES:
         clear_nodes()
@@ -356,6 +373,26 @@ class Frame:
         self.versions = []
         self.nodes = {}
         self.handles = []
+
+
+_pinned: dict[int, weakref.ref[Tensor]] = {}
+
+
+def pin(tensor: Tensor) -> None:
+    """See to it that a pending value does not become stale when a parameter changes."""
+    _pinned[id(tensor)] = weakref.ref(tensor)
+
+
+def settle_pinned(changed: list[Source], frame: Frame | None = None) -> None:
+    """Compute pinned values that wait on sources about to change, but for the frame's own."""
+    for key, reference in list(_pinned.items()):
+        tensor = reference()
+        if tensor is None or tensor._source is not None:
+            _pinned.pop(key, None)
+            continue
+        at = tensor._at[0]
+        if at is not frame and any(source in at.nodes for source in changed):
+            tensor._materialized()
 
 
 NOWHERE = Frame(None)

@@ -295,6 +295,7 @@ def _run_counting_changes(
     can be computed from newer parameters than it was recorded with.
     """
     changed = _mutated_sources(effects)
+    graph.settle_pinned([frame.sources[index] for index in changed], frame)
     frame.device.has_committed = False
     for index in changed:
         frame.sources[index].version += 1

@@ -7,6 +7,7 @@ the same whichever device, thread or replay asks for it. A Generator only counts
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 from collections.abc import Mapping
@@ -71,6 +72,10 @@ class Generator:
     def __repr__(self) -> str:
         return f"Generator(seed={self._seed}, draws={self._draws})"
 
+    def renew_lock(self) -> None:
+        """Take a new lock: in a forked child nobody is left to release the old one."""
+        self._lock = threading.Lock()
+
     def state(self) -> dict[str, int]:
         """Return what set_state needs to go on from here."""
         with self._lock:
@@ -113,6 +118,8 @@ def _word64(name: str, value: object) -> int:
 
 
 default_generator = Generator()
+if hasattr(os, "register_at_fork"):  # another thread may have held the lock
+    os.register_at_fork(after_in_child=default_generator.renew_lock)
 """What is drawn from where no generator is given."""
 
 

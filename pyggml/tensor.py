@@ -168,6 +168,7 @@ class Tensor:
         array, _ = check_array(data, source.dtype, op="assign")
         if array.shape != source.shape:
             raise ShapeError(f"assign: needs the shape {source.shape}; got {array.shape}")
+        graph.settle_pinned([source])
         source.version += 1  # before writing: an interrupted write must not go unnoticed
         source.device.write(source, array)
         source.label_range = None
@@ -219,6 +220,15 @@ class Tensor:
 
     def __bool__(self) -> bool:
         return bool(self.item())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item() if spec and not self.shape else str(self), spec)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a tensor cannot be pickled: it belongs to a device of this process; save it with "
+            "pg.io.save_weights, or send tensor.numpy()"
+        )
 
     def __len__(self) -> int:
         if not self.shape:
@@ -283,6 +293,20 @@ class Tensor:
 
     def __abs__(self) -> Tensor:
         return ops.abs(self)
+
+    def __eq__(self, other: Any) -> Any:
+        pair = _comparable(self, other)
+        return NotImplemented if pair is None else ops.equal(*pair)
+
+    def __ne__(self, other: Any) -> Any:
+        equal = self.__eq__(other)
+        return equal if equal is NotImplemented else 1.0 - equal
+
+    def __ge__(self, other: TensorLike) -> Tensor:
+        return ops.add(ops.greater(self, other), ops.equal(self, other))
+
+    def __le__(self, other: TensorLike) -> Tensor:
+        return ops.add(ops.less(self, other), ops.equal(self, other))
 
     def __gt__(self, other: TensorLike) -> Tensor:
         return ops.greater(self, other)
@@ -387,6 +411,18 @@ class Parameter(Tensor):
     __slots__ = ()
 
 
+def _comparable(x: Tensor, other: Any) -> tuple[Tensor, TensorLike] | None:
+    """Return two values as ag.equal takes them, or None where they cannot be compared."""
+    if other is None or isinstance(other, (str, bytes, dict, set)):
+        return None
+
+    def as_float(value: Any) -> TensorLike:
+        is_integer = isinstance(value, Tensor) and not value._at[1].dtype.is_float
+        return ops.astype(value, "float32") if is_integer else value
+
+    return as_float(x), as_float(other)  # type: ignore[return-value]
+
+
 # ---- making tensors ----
 
 
@@ -441,6 +477,8 @@ def make_tensor(
     """Copy data into a new leaf tensor."""
     if isinstance(data, Tensor):
         data = data.numpy()
+    elif isinstance(data, (list, tuple)) and _holds_tensor(data):
+        raise DTypeError(f"{op}: a list of tensors is not data; use ag.stack or ag.concat")
     array, kind = check_array(data, as_dtype(dtype) if dtype is not None else None, op=op)
     if array.ndim > MAX_DIMS:
         raise ShapeError(
@@ -455,6 +493,13 @@ def make_tensor(
     where = resolve_device(device)
     source = Source(array.shape, kind, where, where.upload(array, kind), requires_grad)
     return from_source(source, cls)
+
+
+def _holds_tensor(data: Any) -> bool:
+    return any(
+        isinstance(item, Tensor) or (isinstance(item, (list, tuple)) and _holds_tensor(item))
+        for item in data
+    )
 
 
 # ---- recording ----

@@ -492,6 +492,65 @@ MISTAKES = {
         "ShapeError",
         "load_state_dict: missing bias; unexpected scale; weight has shape (2, 4), not (2, 3)",
     ),
+    "a shape without elements": (
+        "ag.full((0, 3), 1.0)",
+        "ShapeError",
+        "full: every axis needs at least one element; got shape (0, 3)",
+    ),
+    "a negative size": ("ag.full((-1,), 1.0)", "ShapeError", "every axis needs at least one"),
+    "a size that is a fraction": ("ag.full((2.7,), 1.0)", "DTypeError", "sizes must be integers"),
+    "more bytes than 64 bits count": (
+        "ag.sum(ag.broadcast_to(ag.tensor([1.0]), (2**16,) * 4))",
+        "MemoryError",
+        "broadcast_to: shape (65536, 65536, 65536, 65536) would take",
+    ),
+    "an axis longer than 31 bits": ("ag.full((2**31,), 1.0)", "ShapeError", "an axis may have"),
+    "a huge transposed convolution": (
+        "ag.conv_transpose2d(np.ones((1,1,3,3)), np.ones((1,1,2,2)), stride=2**31 - 1)",
+        "PyggmlError",
+        "conv_transpose2d",
+    ),
+    "a huge padding": (
+        "ag.conv2d(np.ones((1,1,3,3)), np.ones((1,1,2,2)), padding=2**31 - 1)",
+        "PyggmlError",
+        "conv2d",
+    ),
+    "a tensor as a number": (
+        "ag.affine([1.0], scale=ag.param(2.0))",
+        "DTypeError",
+        "scale must be",
+    ),
+    "a list of tensors as data": ("ag.tensor([ag.tensor(1.0)])", "DTypeError", "use ag.stack"),
+    "pickling a tensor": (
+        "import pickle; pickle.dumps(ag.tensor(1.0))",
+        "TypeError",
+        "save it with pg.io.save_weights",
+    ),
+    "a gradient of another shape": (
+        "w = ag.param([1.0, 2.0]); w.grad = ag.tensor([1.0]); optim.SGD([w], lr=1.0).step()",
+        "ShapeError",
+        "the gradient of a (2,) parameter must have its shape; got (1,)",
+    ),
+    "an array as a gradient": (
+        "w = ag.param([1.0]); w.grad = np.ones(1); optim.SGD([w], lr=1.0).step()",
+        "DTypeError",
+        "a gradient must be a Tensor; got ndarray",
+    ),
+    "gradients of other parameters": (
+        "optim.SGD([ag.param(1.0)]).step({ag.param(1.0): ag.tensor(1.0)})",
+        "GradError",
+        "needs gradients of its parameters",
+    ),
+    "a budget for an inner tape": (
+        "ag.grad_tape().__enter__(); ag.grad_tape(memory_budget=1).__enter__()",
+        "SettingError",
+        "belongs to the outermost tape",
+    ),
+    "the gradient in data": (
+        "x = ag.tensor([1.0]); ag.grad(ag.sum(ag.param([1.0]) * x), x)",
+        "GradError",
+        "was not recorded for gradients",
+    ),
     "an unknown device": (
         "pg.set_device('cuda')",
         "DeviceError",
@@ -588,6 +647,35 @@ print("whole", done)
     )
     assert child.returncode == 0, child.stderr
     assert child.stdout.startswith("whole"), child.stdout
+
+
+def test_a_child_forked_while_another_thread_computes_does_not_hang():
+    program = """
+import os, threading, time
+import numpy as np
+from pyggml import ag
+x = ag.tensor(np.ones((200, 200)))
+def work():
+    while True:
+        ag.sum(x @ x).item()
+threading.Thread(target=work, daemon=True).start()
+for _ in range(5):
+    time.sleep(0.05)
+    child = os.fork()
+    if child == 0:
+        assert (ag.tensor([1.0]) * 2.0).tolist() == [2.0]
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+print("no hang")
+"""
+    child = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (child.returncode, child.stdout) == (0, "no hang\n"), child.stderr
 
 
 def test_a_forked_child_can_train_too():

@@ -276,3 +276,13 @@ def test_what_stands_between_recurrent_layers_is_dropped_in_training_only(tolera
     np.testing.assert_array_equal(layer(x)[0].numpy(), layer(other)[0].numpy())
     layer.eval()
     assert not np.allclose(layer(x)[0].numpy(), layer(other)[0].numpy())
+
+
+def test_statistics_that_nobody_computed_survive_a_change_of_the_weights_before_them():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    x = np.random.default_rng(0).standard_normal((4, 3))
+    h = model[0](ag.tensor(x)).numpy()
+    model(ag.tensor(x))  # nothing is read
+    model[0].weight.assign(np.ones((3, 3)))
+    np.testing.assert_allclose(model[1].running_mean.numpy(), 0.1 * h.mean(0), atol=1e-6)
+    assert np.isfinite(model(ag.tensor(x)).numpy()).all()

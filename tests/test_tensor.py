@@ -193,6 +193,11 @@ METHODS = {
     "abs": (lambda x: abs(x) + x.abs(), 2 * np.abs(X)),
     "greater": (lambda x: x > 0.3, X > 0.3),
     "less": (lambda x: x < X[0], X < X[0]),
+    "equal": (lambda x: x == 0.25, X == 0.25),
+    "not equal": (lambda x: x != X[0], X != X[0]),
+    "at least": (lambda x: x >= 0.25, X >= 0.25),
+    "at most": (lambda x: x <= 0.25, X <= 0.25),
+    "equal integers": (lambda x: x.argmax(1) == np.array([2, 1]), X.argmax(1) == [2, 1]),
     "transpose": (lambda x: x.transpose(), X.T),
     "permute": (lambda x: x.permute(1, 0), X.T),
     "reshape": (lambda x: x.reshape(3, -1), X.reshape(3, -1)),
@@ -217,3 +222,22 @@ METHODS = {
 def test_methods_and_operators_do_what_numpy_does(name):
     method, expected = METHODS[name]
     np.testing.assert_allclose(method(ag.tensor(X)).numpy(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_comparing_with_none_or_a_word_is_false_and_hashing_goes_by_identity():
+    x = ag.tensor([1.0])
+    assert (x == None) is False  # noqa: E711
+    assert (x == "x") is False
+    assert {x: 1}[x] == 1
+    assert len({x, ag.tensor([1.0])}) == 2
+
+
+def test_a_number_formats_like_one():
+    assert f"{ag.tensor(2.5):.2f}" == "2.50"
+
+
+def test_zeros_of_both_signs_are_two_constants():
+    x = ag.tensor([1.0])
+    assert (1.0 / (x * 0.0)).item() == np.inf
+    assert (1.0 / (x * -0.0)).item() == -np.inf
+    assert np.signbit(ag.full((2,), -0.0).numpy()).all()

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from ..device import Device, resolve_device
 from ..dtypes import check_array
 from ..errors import DeviceError, DTypeError, ShapeError
-from ..graph import state
+from ..graph import pin, state
 from ..ops import detach
 from ..tensor import Parameter, Tensor, TensorLike, make_tensor
 from ..transfer import move_to
@@ -50,6 +50,7 @@ class Buffer(Tensor):
                 f"assign: the buffer is on {self.device.name}; the value on {value.device.name}"
             )
         self._become(detach(value) if value.requires_grad else value)
+        pin(self)  # no later change of a parameter makes it stale
 
     def settled(self) -> Buffer:
         """Return the buffer, having computed a value that waits on a tape before the open one.
@@ -214,6 +215,9 @@ class Module:
         Device('reference')
         """
         where = resolve_device(device)
+        for waiting in self.buffers():
+            waiting.settled()  # before the weights that it waits on move away
+            waiting.numpy()
         for tensor in (*self.parameters(), *self.buffers()):
             move_to(tensor, where)
         return self

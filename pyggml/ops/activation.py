@@ -11,6 +11,7 @@ from math import erfc, pi, sqrt
 import numpy as np
 
 from .._ffi import lib
+from ..checks import plain_number
 from ..errors import SettingError
 from ..graph import Op
 from ..lowering import GgmlTensor, Lowering, unary
@@ -87,7 +88,9 @@ def leaky_relu(x: TensorLike, *, negative_slope: float = 0.01) -> Tensor:
     >>> ag.leaky_relu([-1.0, 2.0], negative_slope=0.25).numpy()
     array([-0.25,  2.  ], dtype=float32)
     """
-    return record(LEAKY_RELU, x, negative_slope=float(negative_slope))
+    return record(
+        LEAKY_RELU, x, negative_slope=plain_number("leaky_relu", "negative_slope", negative_slope)
+    )
 
 
 # ---- elu -----------------------------------------------------------------------------------------
@@ -126,7 +129,7 @@ def elu(x: TensorLike, *, alpha: float = 1.0) -> Tensor:
     >>> ag.elu([-100.0, 2.0]).numpy()
     array([-1.,  2.], dtype=float32)
     """
-    return record(ELU, x, alpha=float(alpha))
+    return record(ELU, x, alpha=plain_number("elu", "alpha", alpha))
 
 
 # ---- tanh ----------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from math import inf, isinf, isnan
 import numpy as np
 
 from .._ffi import lib
+from ..checks import plain_number
 from ..dtypes import int32
 from ..errors import SettingError
 from ..graph import Op
@@ -275,7 +276,8 @@ def clamp(x: TensorLike, *, min: float | None = None, max: float | None = None) 
     """
     if min is None and max is None:
         raise SettingError("clamp: needs min=, max= or both; got neither")
-    low, high = -inf if min is None else float(min), inf if max is None else float(max)
+    low = -inf if min is None else plain_number("clamp", "min", min)
+    high = inf if max is None else plain_number("clamp", "max", max)
     if not low <= high:
         raise SettingError(f"clamp: min must not be above max; got min={low}, max={high}")
     return record(CLAMP, x, min=low, max=high)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import builtins
 import math
+import operator
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from .._ffi import lib
+from ..checks import plain_number
 from ..device import Device, resolve_device
 from ..dtypes import as_dtype, float32
+from ..errors import DTypeError
 from ..graph import PLAIN, Op, Shape, Spec, find_node, state
 from ..lowering import GgmlTensor, Lowering, unary
 from ..tensor import Tensor, TensorLike, as_tensor, pending, record
@@ -41,10 +44,14 @@ def full(shape: Sequence[int], value: float, *, device: Device | str | None = No
     >>> ag.full((2,), 0.5).numpy()
     array([0.5, 0.5], dtype=float32)
     """
+    value = plain_number("full", "value", value)
+    sizes = shape if isinstance(shape, (tuple, list)) else (shape,)
+    if not all(hasattr(size, "__index__") for size in sizes):
+        raise DTypeError(f"full: sizes must be integers; got {shape!r}")
     if value == 0 and math.copysign(1.0, value) < 0:  # equal to 0.0, but not the same setting
         return neg(full(shape, 0.0, device=device))
     frame = state.open_frame(resolve_device(device))
-    settings = (("shape", tuple(int(size) for size in shape)), ("value", float(value)))
+    settings = (("shape", tuple(operator.index(size) for size in sizes)), ("value", value))
     return pending(find_node((FULL, settings, PLAIN)), frame)
 
 
@@ -180,9 +187,10 @@ def affine(x: TensorLike, *, scale: float = 1.0, shift: float = 0.0) -> Tensor:
     >>> ag.affine([1.0, 2.0], scale=2.0, shift=1.0).numpy()
     array([3., 5.], dtype=float32)
     """
+    scale, shift = plain_number("affine", "scale", scale), plain_number("affine", "shift", shift)
     if scale == 0 and math.copysign(1.0, scale) < 0:  # equal to 0.0, but not the same setting
         return neg(affine(x, scale=0.0, shift=-shift))
-    return record(AFFINE, x, scale=float(scale), shift=float(shift))
+    return record(AFFINE, x, scale=scale, shift=shift)
 
 
 def neg(x: TensorLike) -> Tensor:

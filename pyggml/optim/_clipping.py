@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import inf
 
 import numpy as np
 
@@ -41,7 +42,8 @@ def clip_grad_norm(params: Iterable[Tensor], max_norm: float) -> float:
     >>> optim.clip_grad_norm([w], 1.0), w.grad.numpy()
     (5.0, array([0.6, 0.8], dtype=float32))
     """
-    limit = number_in("clip_grad_norm", "max_norm", max_norm, 0.0)
+    params = [params] if isinstance(params, Tensor) else list(params)
+    limit = max_norm if max_norm == inf else number_in("clip_grad_norm", "max_norm", max_norm, 0.0)
     gradients = [p.grad for p in dict.fromkeys(params) if p.grad is not None]
     if not gradients:
         return 0.0

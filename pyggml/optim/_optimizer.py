@@ -9,7 +9,7 @@ import numpy as np
 
 from ..checks import number_in, positive_integer
 from ..dtypes import float32
-from ..errors import DeviceError, GradError, SettingError
+from ..errors import DeviceError, DTypeError, GradError, SettingError, ShapeError
 from ..graph import PLAIN, DerivedCache, Frame, Node, Source, find_node, state
 from ..ops import clamp, mul
 from ..ops.update import Effect, Numbers
@@ -238,6 +238,7 @@ class Optimizer:
             for parameter in self.params
             if (gradient := parameter.grad if grads is None else grads.get(parameter)) is not None
         ]
+        self._check(pairs, grads)
         if not full:
             for _, gradient in pairs:
                 gradient._materialized()  # the first computes them all, in one run
@@ -248,16 +249,38 @@ class Optimizer:
                 f"{len(self._counted)} of {self._gathered}"
             )
         scale = 1.0 / (sum(self._counted) or self._gathered) if self.average else 1.0
-        updated = True
+        updated = bool(pairs)
         if pairs and self.clip_norm is not None:
             norm = gradient_norm([gradient for _, gradient in pairs]).item() * scale
             updated = bool(np.isfinite(norm))
             scale *= min(1.0, self.clip_norm / norm) if norm > 0.0 else 1.0
         if pairs and updated:
             self._update(pairs, scale)
-        self.skipped += not updated
+        self.skipped += bool(pairs) and not updated
         self._end_window()
         return updated
+
+    def _check(
+        self, pairs: list[tuple[Tensor, Tensor]], grads: Mapping[Tensor, Tensor] | None
+    ) -> None:
+        """Raise unless each gradient is a tensor of its parameter's shape and device."""
+        name = type(self).__name__
+        if grads and not pairs:
+            raise GradError(f"{name}: step(grads) needs gradients of its parameters; got others")
+        for parameter, gradient in pairs:
+            if not isinstance(gradient, Tensor):
+                kind = type(gradient).__name__
+                raise DTypeError(f"{name}: a gradient must be a Tensor; got {kind}; use ag.tensor")
+            if gradient.shape != parameter.shape:
+                raise ShapeError(
+                    f"{name}: the gradient of a {parameter.shape} parameter must have its shape; "
+                    f"got {gradient.shape}"
+                )
+            if gradient.device is not parameter.device:
+                raise DeviceError(
+                    f"{name}: a parameter on {parameter.device.name} needs its gradient there; got "
+                    f"one on {gradient.device.name}"
+                )
 
     def _end_window(self) -> None:
         self._close_window()

@@ -68,7 +68,9 @@ void pg_begin_run(void) {
 }
 
 bool pg_has_committed(void) {
-    return committed;
+    const bool answer = committed;
+    committed = false;
+    return answer;
 }
 
 extern int pg_on_poll(void); /* Python, in _ffi/__init__.py: runs pending signal handlers; true to stop */

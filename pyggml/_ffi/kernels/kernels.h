@@ -192,7 +192,8 @@ void pg_use_single_threaded_blas(void);
 const char * pg_blas_description(void);
 
 /* A node that marks where a graph begins to change its inputs in place. From there on the run is not stopped any more, so that
- * an update is made whole or not at all. pg_begin_run comes before each run; pg_has_committed tells whether the node was met. */
+ * an update is made whole or not at all. pg_begin_run comes before each run; pg_has_committed tells, once,
+ * whether the node was met. */
 struct ggml_tensor * pg_commit(struct ggml_context * ctx);
 void pg_begin_run(void);
 bool pg_has_committed(void);
