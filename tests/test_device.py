@@ -303,7 +303,7 @@ if os.fork() == 0:
         try:
             use()
         except pg.DeviceError as error:
-            print(error)
+            print(error, flush=True)
     os._exit(0)
 os.wait()
 print((x + 1.0).numpy())

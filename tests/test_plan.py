@@ -126,12 +126,12 @@ def test_a_model_that_is_dropped_leaves_nothing_behind(cpu):
 
     run()
     gc.collect()
-    before = sum(isinstance(o, (graph.Source, graph.Frame)) for o in gc.get_objects())
+    before = sum(type(o) in (graph.Source, graph.Frame) for o in gc.get_objects())
     gc.disable()
     try:
         for _ in range(20):
             run()
-        after = sum(isinstance(o, (graph.Source, graph.Frame)) for o in gc.get_objects())
+        after = sum(type(o) in (graph.Source, graph.Frame) for o in gc.get_objects())
     finally:
         gc.enable()
     assert after <= before + 2
