@@ -15,7 +15,6 @@ from pathlib import Path
 from common import MIDDLE, PyggmlTrainer, describe, flag_parser, positive, write_json
 
 import pyggml as pg
-from pyggml._ffi import lib
 from pyggml.device import CpuDevice
 
 
@@ -57,7 +56,7 @@ def main() -> None:
 
     device = trainer.model.parameters()[0].device
     assert isinstance(device, CpuDevice)
-    working = lib.ggml_gallocr_get_buffer_size(device.allocator, 0)
+    working = max(plan.working_bytes for plan in device.plans.values())  # plans share it
     weights = sum(4 * parameter.size for parameter in trainer.model.parameters())
     print(f"\nplans: {len(device.plans)}, with {working / 2**10:.0f} KiB of working memory")
     print(f"weights: {weights / 2**10:.0f} KiB; AdamW's averages: {2 * weights / 2**10:.0f} KiB")

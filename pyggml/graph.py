@@ -327,8 +327,8 @@ class Frame:
         node = source.node  # a step like the last one gives it the same number
         if (
             node is None
-            or source_index(node) != index
-            or node.requires_grad != source.requires_grad
+            or node.settings[0][1] != index
+            or node.requires_grad is not source.requires_grad
         ):
             node = source.node = source_node(
                 index, source.shape, source.dtype, source.requires_grad

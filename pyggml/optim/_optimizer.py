@@ -271,12 +271,13 @@ class Optimizer:
             if not isinstance(gradient, Tensor):
                 kind = type(gradient).__name__
                 raise DTypeError(f"{name}: a gradient must be a Tensor; got {kind}; use ag.tensor")
-            if gradient.shape != parameter.shape:
+            if gradient._at[1].shape != parameter._at[1].shape:
                 raise ShapeError(
                     f"{name}: the gradient of a {parameter.shape} parameter must have its shape; "
                     f"got {gradient.shape}"
                 )
-            if gradient.device is not parameter.device:
+            # A pending gradient meets its parameter's device when the update is recorded.
+            if gradient._source is not None and gradient.device is not parameter.device:
                 raise DeviceError(
                     f"{name}: a parameter on {parameter.device.name} needs its gradient there; got "
                     f"one on {gradient.device.name}"
