@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
 import time
 from math import isqrt
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,21 @@ STACKS = {
     "chain": (chain_weights, (CHAIN_BATCH, CHAIN_WIDTH)),
     "transformer": (transformer_weights, (BATCH, TOKENS, WIDTH)),
 }
+
+
+def status_of(name: str) -> int:
+    """Return a size of this process in KiB, from Linux's /proc."""
+    text = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(text.split(f"{name}:")[1].split()[0])
+
+
+def forget_peak() -> int:
+    """Let the resident peak count from now on; return what is resident now, in KiB.
+
+    (getrusage would not do: its peak is inherited from the process that started this one.)
+    """
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return status_of("VmRSS")
 
 
 def run_pyggml(stack: str, depth: int, segment: int, steps: int) -> dict[str, float]:
@@ -91,7 +106,7 @@ def run_pyggml(stack: str, depth: int, segment: int, steps: int) -> dict[str, fl
         return loss, ag.plan_report(loss).bytes["activations"] if not planned else planned[0]
 
     planned: list[float] = []
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = forget_peak()
     times = []
     for _ in range(steps + 1):
         start = time.perf_counter()
@@ -99,7 +114,7 @@ def run_pyggml(stack: str, depth: int, segment: int, steps: int) -> dict[str, fl
         loss.item()
         times.append(time.perf_counter() - start)
         planned = planned or [bytes_planned]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    peak = status_of("VmHWM") - before
     return {
         "planned": planned[0] / 2**20,
         "resident": peak / 2**10,
@@ -148,13 +163,13 @@ def run_torch(stack: str, depth: int, segment: int, steps: int) -> dict[str, flo
         loss.backward()
         return loss
 
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = forget_peak()
     times = []
     for _ in range(steps + 1):
         start = time.perf_counter()
         loss = step().item()
         times.append(time.perf_counter() - start)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    peak = status_of("VmHWM") - before
     return {"resident": peak / 2**10, "seconds": statistics.median(times[1:]), "loss": loss}
 
 
