@@ -212,7 +212,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for stack in args.stacks:
         print(f"{stack}: plain, and in segments of about the root of the depth; MiB and ms a step")
-        print("depth segment engine  planned resident     ms | of plain: planned resident  time")
+        print("depth segment engine  planned resident     ms | plain planned, and of plain: "
+              "planned resident  time")  # fmt: skip
         for depth in args.depths:
             segment = isqrt(depth)
             while depth % segment:
@@ -227,7 +228,8 @@ def main() -> None:
                 print(
                     f"{depth:5} {segment:7} {engine:7} {ours.get('planned', np.nan):7.1f} "
                     f"{ours['resident']:8.1f} {ours['seconds'] * 1e3:6.1f} | "
-                    f"{ratio.get('planned', np.nan):17.2f} {ratio['resident']:8.2f} "
+                    f"{plain.get('planned', np.nan):13.1f} {ratio.get('planned', np.nan):23.2f} "
+                    f"{ratio['resident']:8.2f} "
                     f"{ratio['seconds']:5.2f}",
                     flush=True,
                 )

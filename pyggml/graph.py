@@ -107,7 +107,6 @@ def mode_of(taped: bool, segment: tuple[int, ...] = (), backward: bool = False) 
 
 
 PLAIN = mode_of(False)
-TAPED = mode_of(True)
 
 
 class Node:
