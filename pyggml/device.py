@@ -191,16 +191,16 @@ class CpuDevice(GgmlDevice):
         return self._working.pointer
 
     def upload(self, array: np.ndarray, dtype: DType) -> HostStorage:
-        storage = allocate(array.shape, dtype.numpy)
-        storage.array[...] = array
+        storage = allocate(array.shape, dtype.stored)
+        storage.array[...] = dtype.encode(array)
         return storage
 
     def download(self, source: Source) -> np.ndarray:
-        return source.storage.array.copy()
+        return source.dtype.decode(source.storage.array.copy())
 
     def write(self, source: Source, array: np.ndarray) -> None:
         with self.lock:
-            source.storage.array[...] = array
+            source.storage.array[...] = source.dtype.encode(array)
 
     def integer_range(self, source: Source) -> tuple[int, int]:
         bounds = ffi.new("int32_t[2]")
@@ -211,7 +211,7 @@ class CpuDevice(GgmlDevice):
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> HostStorage:
         """Return uninitialised storage."""
-        return allocate(shape, dtype.numpy)
+        return allocate(shape, dtype.stored)
 
     def compile(self, program: Program) -> Plan:
         from .ggml_plan import CpuPlan

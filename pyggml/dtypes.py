@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -12,22 +13,59 @@ from .errors import DTypeError
 
 @dataclass(frozen=True, eq=False)
 class DType:
-    """An element type: its name, NumPy's type for it, ggml's, and its size in bytes."""
+    """An element type: its name, NumPy's type for it, ggml's, its size in bytes, and how arrays of
+    it are stored.
+
+    Half types (float16 and bfloat16) are for storage. NumPy has no bfloat16: what leaves pyggml is
+    float32 then, exactly.
+    """
 
     name: str
     numpy: np.dtype
     ggml: int
     size: int
     is_float: bool
+    stored: np.dtype
 
     def __repr__(self) -> str:
         return self.name
 
+    @property
+    def is_half(self) -> bool:
+        """Whether this is float16 or bfloat16."""
+        return self.is_float and self.size == 2
 
-float32 = DType("float32", np.dtype(np.float32), lib.GGML_TYPE_F32, 4, True)
-int32 = DType("int32", np.dtype(np.int32), lib.GGML_TYPE_I32, 4, False)
+    def encode(self, array: np.ndarray) -> np.ndarray:
+        """Return an array as a half type stores it; any other array as it is."""
+        if self is float16:
+            with np.errstate(over="ignore"):  # to infinity, as everywhere
+                return array.astype(np.float16, copy=False)
+        if self is not bfloat16:
+            return array
+        with np.errstate(over="ignore"):
+            bits = array.astype(np.float32, order="C").view(np.uint32)
+        upper = bits >> 16
+        nearest = (bits + (0x7FFF + (upper & 1))) >> 16  # ties to even
+        return np.where(np.isnan(array), upper | 0x40, nearest).astype(np.uint16)
 
-DTYPES = {dtype.name: dtype for dtype in (float32, int32)}
+    def decode(self, stored: np.ndarray) -> np.ndarray:
+        """Return a stored array as NumPy's type."""
+        if self is not bfloat16:
+            return stored
+        return (stored.astype(np.uint32) << 16).view(np.float32)
+
+
+def _dtype(name: str, ggml: int, numpy: Any, stored: Any = None) -> DType:
+    kind, inner = np.dtype(numpy), np.dtype(stored or numpy)
+    return DType(name, kind, ggml, inner.itemsize, kind.kind == "f", inner)
+
+
+float32 = _dtype("float32", lib.GGML_TYPE_F32, np.float32)
+int32 = _dtype("int32", lib.GGML_TYPE_I32, np.int32)
+float16 = _dtype("float16", lib.GGML_TYPE_F16, np.float16)
+bfloat16 = _dtype("bfloat16", lib.GGML_TYPE_BF16, np.float32, stored=np.uint16)
+
+DTYPES = {dtype.name: dtype for dtype in (float32, int32, float16, bfloat16)}
 _INT32 = np.iinfo(np.int32)
 
 
@@ -40,7 +78,8 @@ def as_dtype(value: object) -> DType:
     if isinstance(value, DType):
         return value
     try:
-        return DTYPES[np.dtype(value).name]  # type: ignore[call-overload]
+        name = value if value == "bfloat16" else np.dtype(value).name  # type: ignore[call-overload]
+        return DTYPES[name]
     except (KeyError, TypeError):
         raise DTypeError(
             f"dtype: pyggml has {', '.join(DTYPES)}; got {value!r}; convert the data first"

@@ -59,7 +59,8 @@ class Op:
 
     ``grad=None`` says that no rule is written (an error when asked for); ``differentiable=False``
     that the result does not depend smoothly on anything. ``mutates`` lists the inputs that the op
-    changes in place.
+    changes in place. ``alias`` says that the result is another view of the first input's memory.
+    Inputs of a half type come as float32, unless the op ``takes_half``, as every alias does.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Op:
     mutates: tuple[int, ...] = ()
     alias: bool = False
     is_product: bool = False
+    takes_half: bool = False
 
     def __post_init__(self) -> None:
         OPS[self.name] = self
@@ -208,6 +210,9 @@ def make_node(key: tuple) -> Node:
     The key is (op, settings, mode, *inputs).
     """
     op, settings, mode, *inputs = key
+    if not (op.takes_half or op.alias) and any(node.dtype.is_half for node in inputs):
+        widened = (widened_node(node, mode) for node in inputs)
+        return _nodes.setdefault(key, find_node((op, settings, mode, *widened)))
     spec = op.shape(*inputs, **dict(settings))
     check_size(op.name, spec.shape, spec.dtype)
     requires_grad = mode.taped and op.differentiable and any(node.requires_grad for node in inputs)
@@ -223,6 +228,13 @@ def make_node(key: tuple) -> Node:
 def find_node(key: tuple) -> Node:
     """Return the one node for a key (op, settings, mode, *inputs)."""
     return _nodes.get(key) or make_node(key)
+
+
+def widened_node(node: Node, mode: Mode) -> Node:
+    """Return a node's value as float32 if it has a half type, else the node."""
+    if not node.dtype.is_half:
+        return node
+    return find_node((OPS["cast"], (("dtype", "float32"),), mode, node))
 
 
 def _leaf_shape(*, index: int, shape: Shape, dtype: DType, requires_grad: bool) -> Spec:

@@ -66,6 +66,20 @@ class Lowering:
             copy = self._contiguous[tensor] = lib.ggml_cont(self.ctx, tensor)
         return copy
 
+    def cast(self, tensor: GgmlTensor, dtype: DType) -> GgmlTensor:
+        """Return the tensor's values in another type; the tensor itself if it has that type.
+
+        The transpose of a contiguous matrix is still one after it.
+        """
+        if tensor.type == dtype.ggml:
+            return tensor
+        if tensor.nb[1] == lib.ggml_element_size(tensor) and tensor.ne[0] > 1:
+            copy = lib.ggml_cast(
+                self.ctx, self.contiguous(lib.ggml_transpose(self.ctx, tensor)), dtype.ggml
+            )
+            return lib.ggml_transpose(self.ctx, copy)
+        return lib.ggml_cast(self.ctx, self.contiguous(tensor), dtype.ggml)
+
     def reshape(self, tensor: GgmlTensor, shape: Shape) -> GgmlTensor:
         """Return the same elements in another shape."""
         return lib.ggml_reshape_4d(self.ctx, self.contiguous(tensor), *ne_of(shape))

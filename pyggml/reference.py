@@ -39,17 +39,24 @@ class ReferenceDevice(Device):
         return np.dtype(np.float64) if dtype.is_float else dtype.numpy
 
     def upload(self, array: np.ndarray, dtype: DType) -> ReferenceStorage:
-        return ReferenceStorage(np.array(array, self.numpy_dtype(dtype), order="C"))
+        return ReferenceStorage(
+            np.array(_rounded(array, dtype), self.numpy_dtype(dtype), order="C")
+        )
 
     def download(self, source: Source) -> np.ndarray:
         return source.storage.array.copy()
 
     def write(self, source: Source, array: np.ndarray) -> None:
         with self.lock:
-            source.storage.array[...] = array
+            source.storage.array[...] = _rounded(array, source.dtype)
 
     def compile(self, program: Program) -> ReferencePlan:
         return ReferencePlan(program, self)
+
+
+def _rounded(array: np.ndarray, dtype: DType) -> np.ndarray:
+    """Return the nearest values that a half type has; for other types the array itself."""
+    return dtype.decode(dtype.encode(array)) if dtype.is_half else array
 
 
 class ReferencePlan:
@@ -89,11 +96,13 @@ class ReferencePlan:
         result = node.op.reference(*(values[i] for i in step.inputs), **dict(node.settings))
         if node.op.mutates:
             for index, changed in zip(node.op.mutates, result, strict=True):
-                values[step.inputs[index]][...] = changed
+                target = step.inputs[index]
+                values[target][...] = _rounded(changed, target.node.dtype)
             values[step] = values[step.inputs[node.op.mutates[0]]]
             return
         result = np.asarray(result)
         assert result.shape == node.shape, f"{node.op.name}: {result.shape} is not {node.shape}"
+        result = _rounded(result, node.dtype)
         values[step] = result.astype(self.device.numpy_dtype(node.dtype), copy=False)
 
     @property

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 
 from . import graph
 from .device import Device, resolve_device
-from .dtypes import DType, as_dtype, check_array, float32
+from .dtypes import DType, as_dtype, bfloat16, check_array, float32
 from .errors import DeviceError, DTypeError, GradError, PyggmlError, ShapeError, StaleError
 from .graph import (
     MAX_DIMS,
@@ -82,9 +82,10 @@ class Tensor:
         return prod(self._at[1].shape)
 
     @property
-    def dtype(self) -> np.dtype:
-        """NumPy's name of the element type."""
-        return self.device.numpy_dtype(self._at[1].dtype)
+    def dtype(self) -> np.dtype | DType:
+        """NumPy's name of the element type; pyggml's for bfloat16, which NumPy lacks."""
+        kind, device = self._at[1].dtype, self.device
+        return kind if kind is bfloat16 and not device.double else device.numpy_dtype(kind)
 
     @property
     def device(self) -> Device:
@@ -486,7 +487,7 @@ def make_tensor(
         )
     if array.size == 0:
         raise ShapeError(f"{op}: needs at least one element; got shape {array.shape}")
-    if requires_grad and kind is not float32:
+    if requires_grad and not kind.is_float:
         raise DTypeError(
             f"{op}: gradients need floating point; got {array.dtype}; pass dtype='float32'"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from weakref import ref
 
 from .device import Device, resolve_device
+from .dtypes import DType
 from .errors import GradError
 from .graph import Source
 from .tensor import Tensor, make_tensor
@@ -32,15 +33,18 @@ def copy_to(tensor: Tensor, device: Device | str) -> Tensor:
     return copy
 
 
-def move_to(tensor: Tensor, device: Device | str) -> None:
+def move_to(tensor: Tensor, device: Device | str, dtype: DType | None = None) -> None:
     """Let a parameter or buffer, and its gradient, live on a device from now on.
 
-    What is pending on the old value can no longer be computed, as after an update.
+    It gets the type, if one is given. What is pending on the old value can no longer be computed,
+    as after an update.
     """
     where = resolve_device(device)
-    if tensor.device is not where:
+    kind = dtype or tensor._at[1].dtype
+    if tensor.device is not where or tensor._at[1].dtype is not kind:
         old = tensor._materialized()
-        new = source_on(old, where)
+        storage = where.upload(old.device.download(old), kind)
+        new = Source(old.shape, kind, where, storage, old.requires_grad)
         if old.owner is not None:
             new.owner = ref(tensor)
         old.version += 1

@@ -92,13 +92,13 @@ class VulkanDevice(GgmlDevice):
         return storage
 
     def download(self, source: Source) -> np.ndarray:
-        array = np.empty(source.shape, source.dtype.numpy)
+        array = np.empty(source.shape, source.dtype.stored)
         storage = source.storage
         with self.lock:
             header = self._header_at(storage)
             self._call(lib.pg_tensor_get, header, ffi.from_buffer(array), array.nbytes)
             self.traffic.down += array.nbytes
-        return array
+        return source.dtype.decode(array)
 
     def write(self, source: Source, array: np.ndarray) -> None:
         self._set(source.storage, np.broadcast_to(array, source.shape), source.dtype)
@@ -119,7 +119,7 @@ class VulkanDevice(GgmlDevice):
         return self._memory
 
     def _set(self, storage: DeviceStorage, array: np.ndarray, dtype: DType) -> None:
-        array = np.ascontiguousarray(array, dtype.numpy)
+        array = np.ascontiguousarray(dtype.encode(array), dtype.stored)
         with self.lock:
             header = self._header_at(storage)
             self._call(lib.pg_tensor_set, header, ffi.from_buffer(array), array.nbytes)

@@ -132,6 +132,7 @@ ROWS = [
     Row("minimum scalars", lambda x: ag.minimum(0.5, ag.minimum(x, -0.5)), [(3, 4)]),
     Row("clamp", lambda x: ag.clamp(x * x, min=0.3, max=1.0), [(3, 4)]),
     Row("clamp one side", lambda x: ag.clamp(ag.clamp(x, max=0.5).T, min=-0.5), [(3, 4)]),
+    Row("cast", lambda x: ag.astype(x * 0.0 + 1.5, "float16") * x, [(3, 4)]),  # exact there
     Row("detach", lambda x: ag.detach(x * 0.0) + x, [(3,)]),  # elsewhere: no gradient comes through
     # activations
     Row("relu", ag.relu, [(3, 5)], [apart_from_zero]),

@@ -280,6 +280,7 @@ def test_the_version_of_vulkan_headers_is_read():
 def bare_machine(monkeypatch, tmp_path):
     """Hide every Vulkan tool of this machine; return a folder of headers that may be filled."""
     monkeypatch.delenv("VULKAN_SDK", raising=False)
+    monkeypatch.setenv("PYGGML_CACHE", str(tmp_path / "cache"))  # without newer headers
     which = build_ggml.shutil.which
     monkeypatch.setattr(
         build_ggml.shutil, "which", lambda name, **k: None if name == "glslc" else which(name, **k)

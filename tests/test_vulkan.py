@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import NO_VULKAN
+from conftest import IS_VULKAN_REQUIRED, NO_VULKAN
 from op_table import ROWS
 
 import build_ggml
@@ -20,8 +20,7 @@ from pyggml.device import Device
 from pyggml.report import PlanReport
 
 GPUS = [device for device in pg.devices() if device.name.startswith("vulkan")]
-REQUIRED = os.environ.get("PYGGML_REQUIRE_VULKAN") == "1"
-pytestmark = pytest.mark.skipif(not GPUS and not REQUIRED, reason=NO_VULKAN)
+pytestmark = pytest.mark.skipif(not GPUS and not IS_VULKAN_REQUIRED, reason=NO_VULKAN)
 SEED = 11
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..device import Device, resolve_device
-from ..dtypes import check_array
+from ..dtypes import as_dtype, check_array
 from ..errors import DeviceError, DTypeError, ShapeError
 from ..graph import pin, state
 from ..ops import detach
@@ -205,21 +205,32 @@ class Module:
         """Set evaluation mode here and in all modules inside; return self."""
         return self.train(False)
 
-    def to(self: Self, device: Device | str) -> Self:
+    def to(self: Self, device: Device | str | None = None, *, dtype: object = None) -> Self:
         """Move all parameters, with their gradients, and buffers to a device; return self.
 
-        They stay the same objects, so optimizers go on with them and take their state along. Raises
-        DeviceError, having moved nothing, if there is no such device.
+        ``dtype`` is a float type to store the parameters in: "float32", "float16" or "bfloat16"; an
+        optimizer then keeps a float32 master of each. Buffers and gradients stay float32.
 
-        >>> nn.Linear(2, 1).to("reference").weight.device
+        They stay the same objects, so optimizers go on with them and take their state along. Raises
+        DeviceError or DTypeError, having changed nothing, if there is no such device or type.
+
+        >>> layer = nn.Linear(2, 1).to("reference")
+        >>> layer.weight.device
         Device('reference')
+        >>> layer.to("cpu", dtype="bfloat16").weight.dtype
+        bfloat16
         """
-        where = resolve_device(device)
+        where = None if device is None else resolve_device(device)
+        kind = None if dtype is None else as_dtype(dtype)
+        if kind is not None and not kind.is_float:
+            raise DTypeError(f"to: parameters need a float type; got {kind}")
         for waiting in self.buffers():
             waiting.settled()  # before the weights that it waits on move away
             waiting.numpy()
-        for tensor in (*self.parameters(), *self.buffers()):
-            move_to(tensor, where)
+        for tensor in self.parameters():
+            move_to(tensor, where or tensor.device, kind)
+        for buffer in self.buffers():
+            move_to(buffer, where or buffer.device)
         return self
 
     def requires_grad_(self: Self, value: bool = True) -> Self:

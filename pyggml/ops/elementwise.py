@@ -344,24 +344,40 @@ def detach(x: TensorLike) -> Tensor:
 
 
 # ---- astype --------------------------------------------------------------------------------------
+# Between float types it is a cast, through which the gradient, always float32, passes unchanged.
+
+CAST = Op(
+    "cast",
+    shape=lambda x, dtype: Spec(x.shape, as_dtype(dtype)),
+    lower=lambda b, x, dtype: b.cast(x, as_dtype(dtype)),
+    grad=lambda g, out, x, dtype: g,
+    reference=lambda x, dtype: x,  # the device rounds every result to its type
+    takes_half=True,
+)
 
 ASTYPE = Op(
     "astype",
     shape=lambda x, dtype: Spec(x.shape, as_dtype(dtype)),
-    lower=lambda b, x, dtype: lib.ggml_cast(b.ctx, b.contiguous(x), as_dtype(dtype).ggml),
+    lower=lambda b, x, dtype: b.cast(x, as_dtype(dtype)),
     differentiable=False,
     reference=lambda x, dtype: np.asarray(x, float if as_dtype(dtype).is_float else np.int32),
 )
 
 
 def astype(x: TensorLike, dtype: object) -> Tensor:
-    """Return x as "float32" or "int32", cutting off fractions. No gradient flows through a change.
+    """Return x as "float32", "float16", "bfloat16" or "int32".
 
-    Raises DTypeError for another dtype.
+    To a float type x is rounded to the nearest value; the gradient, float32 always, passes
+    unchanged. To int32 fractions are cut off, and no gradient flows. Half types are for storage:
+    every op but ag.matmul takes them as float32. Raises DTypeError for another dtype.
 
     >>> ag.astype(ag.argmax([1.0, 3.0]), "float32").numpy()
     array(1., dtype=float32)
     """
     x = as_tensor(x, op="astype", dtype=None)
-    wanted = as_dtype(dtype)
-    return x if x._at[1].dtype is wanted else record(ASTYPE, x, dtype=wanted.name)
+    wanted, given = as_dtype(dtype), x._at[1].dtype
+    if given is wanted:
+        return x
+    if wanted.is_half and not given.is_float:
+        x, given = record(ASTYPE, x, dtype="float32"), float32
+    return record(CAST if given.is_float and wanted.is_float else ASTYPE, x, dtype=wanted.name)

@@ -263,7 +263,7 @@ def _as_entry(entry: Any) -> Any:
             entry = np.asarray(entry)
         except ValueError:  # ragged
             raise DTypeError(f"index: a list must hold integers; got {entry!r}") from None
-    kind = entry.dtype.kind if isinstance(entry, (Tensor, np.ndarray, np.generic)) else ""
+    kind = entry.dtype.kind if isinstance(entry, (np.ndarray, np.generic)) else ""
     if isinstance(entry, bool) or kind == "b":
         raise DTypeError(
             "index: a mask would give a shape that depends on the data; use "

@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 
 from .._ffi import ffi, lib
-from ..dtypes import float32
+from ..dtypes import float16, float32
 from ..errors import ShapeError
 from ..graph import Op, Spec
 from ..lowering import GgmlTensor, Lowering
@@ -43,10 +43,14 @@ def _has_unit_stride(t: GgmlTensor) -> bool:
 
 def _lower_matmul(b: Lowering, x: GgmlTensor, y: GgmlTensor) -> GgmlTensor:
     if b.own_kernels:
+        x, y = b.cast(x, float32), b.cast(y, float32)
         x, y = (t if _has_unit_stride(t) else b.contiguous(t) for t in (x, y))
         return lib.pg_matmul(b.ctx, x, y)
     # ggml_mul_mat(p, q) is q @ p.T for p (n, k) and q (m, k), and broadcasts p over q's batch axes
     batch = [max(x.ne[i], y.ne[i]) for i in (3, 2)]
+    x = b.cast(x, float32)
+    if y.type != float16.ggml or batch != [1, 1]:  # what every backend has a product for
+        y = b.cast(y, float32)
     y = b.contiguous(lib.ggml_transpose(b.ctx, y))
     if [x.ne[3], x.ne[2]] != batch:
         x = b.broadcast(x, (*batch, x.ne[1], x.ne[0]))
@@ -80,6 +84,7 @@ MATMUL = Op(
     shape=_matmul_shape,
     lower=_lower_matmul,
     is_product=True,
+    takes_half=True,
     grad=_grad_matmul,
     reference=np.matmul,
 )
@@ -89,7 +94,8 @@ def matmul(a: TensorLike, b: TensorLike) -> Tensor:
     """Return the matrix product, (..., m, k) @ (..., k, n) -> (..., m, n), with NumPy's rules.
 
     A 1-D operand is a row on the left and a column on the right, and its axis is dropped from the
-    result. Leading axes broadcast. Raises ShapeError if the inner sizes differ.
+    result. Leading axes broadcast. Operands of a half type are multiplied as they are; products and
+    sums are float32. Raises ShapeError if the inner sizes differ.
 
     >>> ag.matmul([[1.0, 2.0]], [[3.0], [4.0]]).numpy()
     array([[11.]], dtype=float32)

@@ -49,6 +49,7 @@ ASSIGN = Op(
     reference=lambda target, value: (value,),
     differentiable=False,
     mutates=(0,),
+    takes_half=True,
 )
 
 ACCUMULATE = Op(

@@ -5,6 +5,7 @@ from ._averaging import EMA
 from ._clipping import clip_grad_norm, clip_grad_value
 from ._groups import Group, decay_groups
 from ._methods import SGD, Adafactor, Adagrad, Adam, AdamW, Lion, RMSprop
+from ._mixed import LossScale
 from ._optimizer import Optimizer
 from ._schedules import (
     ReduceOnPlateau,
@@ -27,6 +28,7 @@ __all__ = [
     "AdamW",
     "Group",
     "Lion",
+    "LossScale",
     "Optimizer",
     "RMSprop",
     "ReduceOnPlateau",

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..checks import number_in
 from ..device import Device
-from ..errors import DeviceError, GradError, ShapeError
+from ..errors import DeviceError, DTypeError, GradError, ShapeError
 from ..graph import PLAIN, Frame, find_node
 from ..ops.update import AVERAGE, Numbers
 from ..plan import evaluate
@@ -44,6 +44,12 @@ class EMA:
 
     def __init__(self, params: Parameters, decay: float | Callable[[int], float] = 0.999) -> None:
         self.params = [p for group in make_groups("EMA", params) for p in group.params]
+        kinds = {p._at[1].dtype for p in self.params}
+        if any(kind.is_half for kind in kinds):
+            listed = ", ".join(sorted(map(str, kinds)))
+            raise DTypeError(
+                f"EMA: needs float32 parameters; got {listed}, in which an average cannot move"
+            )
         self.decay = decay if callable(decay) else number_in("EMA", "decay", decay, 0.0, 1.0)
         self.t = 0
         """Updates made."""

@@ -7,17 +7,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..autograd import backward
 from ..checks import number_in, positive_integer
 from ..dtypes import float32
 from ..errors import DeviceError, DTypeError, GradError, SettingError, ShapeError
 from ..graph import PLAIN, DerivedCache, Frame, Node, Source, find_node, state
 from ..ops import clamp, mul
-from ..ops.update import Effect, Numbers
+from ..ops.update import ASSIGN, Effect, Numbers
 from ..plan import evaluate
-from ..tensor import Tensor, node_in, passing
+from ..tensor import Tensor, make_tensor, node_in, passing
 from ..transfer import source_on
 from ._clipping import gradient_norm
 from ._groups import Group, Parameters, Schedule, make_groups
+from ._mixed import LossScale, Master, as_loss_scale, current_master
 from ._state import load_state, save_state
 
 
@@ -43,6 +45,12 @@ class Optimizer:
         average: whether the update uses the mean of their gradients, or the sum.
         clip_norm: the largest norm that the gradient of an update, averaged first, may have.
         clip_value: the largest size that an element of it may have.
+        loss_scale: for mixed precision, a LossScale or a constant number: `backward` multiplies the
+            loss by it, and the update divides the gradients by it. Without finite gradients the
+            update is skipped.
+
+    A parameter of a half type is the rounded value of a float32 master, which the optimizer keeps
+    and updates.
 
     The learning rate, weight decay, clipping and the groups' settings may be changed at any time,
     which plans nothing anew, but for clip_value. Schedules, clipping, weight decay and bias
@@ -72,6 +80,7 @@ class Optimizer:
         average: bool = True,
         clip_norm: float | None = None,
         clip_value: float | None = None,
+        loss_scale: LossScale | float | None = None,
     ) -> None:
         name = type(self).__name__
         self.groups = make_groups(name, params)
@@ -89,13 +98,16 @@ class Optimizer:
             self.clip_value = number_in(name, "clip_value", clip_value, 0.0)
             if clip_norm is not None:
                 raise SettingError(f"{name}: give clip_norm or clip_value, not both")
+        self.loss_scale = as_loss_scale(name, loss_scale)
+        self._has_scaled = False  # whether the gradients since the last step() come from backward()
         self.t = 0
         """Updates made; calls of step() that only filled the window do not count."""
         self.skipped = 0
-        """Updates that were left out because the gradient's norm was not finite (clip_norm)."""
+        """Updates left out because the gradient's norm was not finite (clip_norm, loss_scale)."""
         self._gathered = 0  # backward passes in the open window
         self._counted: list[int] = []  # what step(count=) was given in it
         self._state: dict[Tensor, tuple[Source, ...]] = {}
+        self._masters: dict[Tensor, Master] = {}  # of the parameters of a half type
         self._counts: dict[Tensor, int] = {}  # updates of each parameter
         self._effects = DerivedCache()  # nodes of a step -> the nodes of its update
 
@@ -178,6 +190,25 @@ class Optimizer:
         for parameter in self.params:
             parameter.grad = None
 
+    def backward(self, loss: Tensor) -> dict[Tensor, Tensor]:
+        """Do ag.backward(loss), starting from the loss scale if there is one.
+
+        >>> layer = nn.Linear(2, 1).to(dtype="float16")
+        >>> opt = optim.SGD(layer.parameters(), lr=0.1, loss_scale=1024.0)
+        >>> with ag.grad_tape():
+        ...     loss = ag.sum(layer([[1.0, 2.0]]))
+        >>> _ = opt.backward(loss)
+        >>> layer.weight.grad.numpy()
+        array([[1024., 2048.]], dtype=float32)
+        >>> opt.step()
+        True
+        """
+        if self.loss_scale is None:
+            return backward(loss)
+        self._has_scaled = True
+        seed = np.full(loss.shape, self.loss_scale.value, np.float32)
+        return backward(loss, seed=make_tensor(seed, device=loss.device))
+
     def step(
         self,
         grads: Mapping[Tensor, Tensor] | None = None,
@@ -196,8 +227,9 @@ class Optimizer:
         For micro-batches of unequal size let the loss be a sum, and give ``count``, the number of
         terms in it: the update then divides by the terms of the whole window.
 
-        Returns False as well when clip_norm is set and the norm is not finite: then nothing
-        changes, but for `skipped`. Raises GradError for grads in a window of several.
+        Returns False as well when clip_norm or loss_scale is set and the norm is not finite: then
+        nothing changes, but for `skipped` and the scale. Raises GradError for grads in a window of
+        several, and for gradients of an unscaled loss where loss_scale is set.
 
         >>> w = ag.param([1.0])
         >>> opt = optim.SGD([w], lr=1.0, accumulate_steps=2)
@@ -215,12 +247,19 @@ class Optimizer:
                 f"{name}: step(grads) would use the last micro-batch only; with accumulate_steps="
                 f"{self.accumulate_steps} call step(), which reads the sum in .grad"
             )
+        if self.loss_scale is not None and not self._has_scaled:
+            raise GradError(
+                f"{name}: with loss_scale the gradients must be those of the scaled loss; call "
+                "opt.backward(loss) in place of ag.backward(loss)"
+            )
         before, updates = (self._gathered, self._counted), self.t
         if count is not None:
             self._counted = [*self._counted, positive_integer(name, "count", count)]
         self._gathered += 1
         try:
-            return self._finish(grads, full=flush or self._gathered >= self.accumulate_steps)
+            updated = self._finish(grads, full=flush or self._gathered >= self.accumulate_steps)
+            self._has_scaled = False
+            return updated
         except BaseException:
             if self.t == updates:
                 self._gathered, self._counted = before
@@ -249,11 +288,16 @@ class Optimizer:
                 f"{len(self._counted)} of {self._gathered}"
             )
         scale = 1.0 / (sum(self._counted) or self._gathered) if self.average else 1.0
+        if self.loss_scale is not None:
+            scale /= self.loss_scale.value
         updated = bool(pairs)
-        if pairs and self.clip_norm is not None:
+        if pairs and (self.clip_norm is not None or self.loss_scale is not None):
             norm = gradient_norm([gradient for _, gradient in pairs]).item() * scale
             updated = bool(np.isfinite(norm))
-            scale *= min(1.0, self.clip_norm / norm) if norm > 0.0 else 1.0
+            if self.clip_norm is not None and norm > 0.0:
+                scale *= min(1.0, self.clip_norm / norm)
+            if self.loss_scale is not None:
+                self.loss_scale.adapt(updated)
         if pairs and updated:
             self._update(pairs, scale)
         self.skipped += bool(pairs) and not updated
@@ -325,7 +369,8 @@ class Optimizer:
     # ---- the run ----
 
     def _sources(self, parameter: Tensor, arrays: Iterable[Any]) -> tuple[Source, ...]:
-        device, kind = parameter.device, parameter.dtype
+        device = parameter.device
+        kind = device.numpy_dtype(float32)
         copies = [np.array(array, kind, order="C") for array in arrays]
         return tuple(Source(a.shape, float32, device, device.upload(a, float32)) for a in copies)
 
@@ -381,11 +426,15 @@ class Optimizer:
             (node_in(p, frame), node_in(g, frame), *[frame.bind(s) for s in self._state[p]])
             for p, g in pairs
         ]
-        key = (table_node, factor, self.clip_value, self.decays, *nodes)
+        halves = [p for p, _ in pairs if p._at[1].dtype.is_half]
+        for parameter in halves:
+            self._masters[parameter] = current_master(parameter, self._masters.get(parameter))
+        masters = {node_in(p, frame): frame.bind(self._masters[p].value) for p in halves}
+        key = (table_node, factor, self.clip_value, self.decays, *nodes, *masters.values())
         effects = self._effects.get(key)
         if effects is None:
             with state.inside(frame, PLAIN):
-                effects = self._record(frame, nodes, table_node, names, factor)
+                effects = self._record(frame, nodes, masters, table_node, names, factor)
             self._effects[key] = effects
         first = pairs[0][0]._source
         assert first is not None
@@ -395,6 +444,9 @@ class Optimizer:
         finally:
             if first.version != version:  # updated, though Ctrl-C may have come just after
                 self.t += 1
+                for parameter in halves:
+                    master = self._masters[parameter]
+                    self._masters[parameter] = master._replace(version=master.rounded.version)
                 for parameter, _ in pairs:
                     self._counts[parameter] = self._counts.get(parameter, 0) + 1
 
@@ -402,6 +454,7 @@ class Optimizer:
         self,
         frame: Frame,
         nodes: list[tuple],
+        masters: dict[Node, Node],
         table: Node,
         names: tuple[str, ...],
         factor: Node | None,
@@ -415,10 +468,15 @@ class Optimizer:
                 g = clamp(g, min=-self.clip_value, max=self.clip_value)
             numbers = Numbers(passing(table, frame), row, names)
             handles = tuple(passing(node, frame) for node in states)
-            effects = self.update_single(passing(parameter, frame), g, handles, numbers)
-            for op, inputs, settings in effects:
+            target = masters.get(parameter, parameter)
+            for op, inputs, settings in self.update_single(
+                passing(target, frame), g, handles, numbers
+            ):
                 inner = (node_in(tensor, frame) for tensor in inputs)
                 recorded.append(find_node((op, settings, PLAIN, *inner)))
+                if target is not parameter and recorded[-1].inputs[0] is target:
+                    rounded = (ASSIGN, (), PLAIN, parameter, recorded[-1])
+                    recorded.append(find_node(rounded))
         return tuple(recorded)
 
     def _frame_of(self, pairs: list[tuple[Tensor, Tensor]]) -> Frame:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..autograd import backward, grad_tape
+from ..autograd import grad_tape
 from ..checks import positive_integer
 from ..data import batch_length
 from ..errors import NonFiniteLossError, SettingError
@@ -129,7 +129,7 @@ def fit(
                     del outputs  # what nobody holds need not be kept
                 if not is_windowed:
                     optimizer.zero_grad()
-                backward(total)
+                optimizer.backward(total)
                 state.lr = optimizer.lr
                 if guard.allows(value, state):
                     state.updated = optimizer.step(count=samples if is_weighted else None)
@@ -286,6 +286,8 @@ class _Guard:
         if not self._skips:
             return True
         gradients = [p.grad for p in self._optimizer.params if p.grad is not None]
+        if self._optimizer.loss_scale is not None:  # then the optimizer looks at them itself
+            gradients = []
         norm = gradient_norm(gradients) if gradients else loss
         if math.isfinite(loss.item()) and math.isfinite(norm.item()):
             return True
