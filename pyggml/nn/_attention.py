@@ -8,7 +8,7 @@ from typing import Any
 from .. import ops
 from ..checks import positive_integer
 from ..errors import SettingError
-from ..ops import add, matmul, permute, reshape, scaled_dot_product_attention, transpose
+from ..ops import add, linear, permute, reshape, scaled_dot_product_attention
 from ..tensor import Parameter, Tensor, TensorLike
 from . import init
 from ._layers import Dropout, Linear
@@ -105,9 +105,7 @@ class MultiheadAttention(Module):
         heads = []
         parts = zip((q, k, v), self._weights(), self._biases(), strict=True)
         for x, weight, bias in parts:
-            projected = matmul(x, transpose(weight))
-            if bias is not None:
-                projected = add(projected, bias)
+            projected = linear(x, weight, bias)
             width = self.embed_dim // self.num_heads
             split = reshape(projected, (*projected.shape[:2], -1, width))  # (B, T, heads, width)
             heads.append(permute(split, (0, 2, 1, 3)))

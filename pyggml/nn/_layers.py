@@ -9,14 +9,12 @@ import numpy as np
 from ..checks import positive_integer
 from ..errors import SettingError
 from ..ops import (
-    add,
     detach,
     dropout,
     embedding,
-    matmul,
+    linear,
     reshape,
     take,
-    transpose,
     unsqueeze,
     where,
 )
@@ -45,8 +43,7 @@ class Linear(Module):
         x = input_of(self, x, self.weight)
         if x.shape[-1:] != (self.in_features,):
             raise misfit(self, f"(..., {self.in_features})", x)
-        product = matmul(x, transpose(self.weight))
-        return product if self.bias is None else add(product, self.bias)
+        return linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self.bias is not None else ", bias=False")

@@ -36,7 +36,7 @@ from .elementwise import (
     sub,
 )
 from .indexing import embedding, flip, index, one_hot, take
-from .linear import matmul, outer
+from .linear import linear, matmul, outer
 from .loss import (
     binary_cross_entropy_with_logits,
     cross_entropy,
@@ -94,6 +94,7 @@ __all__ = [
     "layer_norm",
     "leaky_relu",
     "less",
+    "linear",
     "log",
     "log_softmax",
     "logsumexp",

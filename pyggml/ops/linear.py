@@ -10,8 +10,9 @@ from .._ffi import ffi, lib
 from ..dtypes import float16, float32
 from ..errors import ShapeError
 from ..graph import Op, Spec
-from ..lowering import GgmlTensor, Lowering
+from ..lowering import GgmlTensor, Lowering, shape_of
 from ..tensor import Tensor, TensorLike, as_tensor, record
+from .reduction import sum
 from .rules import broadcast_shapes, need_floats
 from .shaping import PERMUTE, reshape, transpose
 
@@ -56,7 +57,12 @@ def _lower_matmul(b: Lowering, x: GgmlTensor, y: GgmlTensor) -> GgmlTensor:
         x = b.broadcast(x, (*batch, x.ne[1], x.ne[0]))
     if y.ne[3] != batch[0]:  # ggml's Vulkan backend broadcasts the other batch axis only
         y = b.broadcast(y, (batch[0], y.ne[2], y.ne[1], y.ne[0]))
-    product = lib.ggml_mul_mat(b.ctx, y, b.contiguous(x))
+    return _times_transposed(b, b.contiguous(x), y)
+
+
+def _times_transposed(b: Lowering, x: GgmlTensor, y: GgmlTensor) -> GgmlTensor:
+    """Return x @ y.T by ggml's product, of contiguous x (..., m, k) and y (..., n, k)."""
+    product = lib.ggml_mul_mat(b.ctx, y, x)
     lib.ggml_mul_mat_set_prec(product, lib.GGML_PREC_F32)
     return product
 
@@ -122,6 +128,84 @@ def matmul(a: TensorLike, b: TensorLike) -> Tensor:
     if len(n) == 2 and len(m) > 2 and m[-1] == n[0]:  # one large product instead of many small ones
         return reshape(record(MATMUL, reshape(a, (prod(m[:-1]), m[-1])), b), (*m[:-1], n[1]))
     return record(MATMUL, a, b)
+
+
+# ---- linear --------------------------------------------------------------------------------------
+
+
+def _linear_shape(x: Spec, weight: Spec, bias: Spec | None = None) -> Spec:
+    given = (x, weight) if bias is None else (x, weight, bias)
+    need_floats("linear", *given)
+    if len(weight.shape) != 2 or not x.shape or x.shape[-1] != weight.shape[1]:
+        raise ShapeError(
+            f"linear: needs x (..., k) and a weight (n, k); got {x.shape} and {weight.shape}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ShapeError(
+            f"linear: the bias of a weight {weight.shape} must have shape {weight.shape[:1]}; got "
+            f"{bias.shape}"
+        )
+    return Spec((*x.shape[:-1], weight.shape[0]), float32)
+
+
+def _lower_linear(
+    b: Lowering, x: GgmlTensor, weight: GgmlTensor, bias: GgmlTensor | None = None
+) -> GgmlTensor:
+    shape = (*shape_of(x)[:-1], weight.ne[1])
+    x = b.reshape(b.cast(x, float32), (prod(shape[:-1]), x.ne[0]))
+    bias = None if bias is None else b.contiguous(b.cast(bias, float32))
+    if b.own_kernels:
+        weight = b.contiguous(b.cast(weight, float32))
+        product = lib.pg_linear(b.ctx, x, weight, ffi.NULL if bias is None else bias)
+    else:
+        if weight.type != float16.ggml:
+            weight = b.cast(weight, float32)
+        product = _times_transposed(b, x, b.contiguous(weight))
+        if bias is not None:
+            product = lib.ggml_add(b.ctx, product, bias)
+    return b.reshape(product, shape)
+
+
+def _grad_linear(
+    g: Tensor, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
+    rows = g if g.ndim == 2 else reshape(g, (-1, g.shape[-1]))
+    flat = x if x.ndim == 2 else reshape(x, (-1, x.shape[-1]))
+    in_x = record(MATMUL, rows, weight)
+    in_weight = record(MATMUL, _swap(rows), flat)
+    in_x = in_x if x.ndim == 2 else reshape(in_x, x.shape)
+    if bias is None:
+        return in_x, in_weight
+    return in_x, in_weight, sum(rows, axis=0)
+
+
+def _reference_linear(
+    x: np.ndarray, weight: np.ndarray, bias: np.ndarray | float = 0.0
+) -> np.ndarray:
+    return x @ weight.T + bias
+
+
+LINEAR = Op(
+    "linear",
+    shape=_linear_shape,
+    lower=_lower_linear,
+    is_product=True,
+    takes_half=True,
+    grad=_grad_linear,
+    reference=_reference_linear,
+)
+
+
+def linear(x: TensorLike, weight: TensorLike, bias: TensorLike | None = None) -> Tensor:
+    """Return x @ weight.T + bias, in one pass: x (..., k), weight (n, k), bias (n,): (..., n).
+
+    Raises ShapeError unless the shapes fit.
+
+    >>> ag.linear([[1.0, 2.0]], [[3.0, 4.0], [5.0, 6.0]], [0.5, 0.0]).numpy()
+    array([[11.5, 17. ]], dtype=float32)
+    """
+    inputs = (x, weight) if bias is None else (x, weight, bias)
+    return record(LINEAR, *inputs)
 
 
 def outer(a: TensorLike, b: TensorLike) -> Tensor:

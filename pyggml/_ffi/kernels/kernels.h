@@ -8,6 +8,9 @@
 /* (..., m, k) @ (..., k, n): single-threaded sgemm calls on slices of the output. Either of an operand's last two axes may be
  * the contiguous one, so transposes are free; batch axes of size 1 broadcast. */
 struct ggml_tensor * pg_matmul(struct ggml_context * ctx, struct ggml_tensor * a, struct ggml_tensor * b);
+/* x (m, k) @ weight (n, k) transposed, plus a bias (n,) or NULL, all contiguous: (m, n). */
+struct ggml_tensor * pg_linear(
+    struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * weight, struct ggml_tensor * bias);
 
 /* Negative log-likelihood of each row of logits (rows, classes) under its int32 label: (rows,). A negative label gives 0. */
 struct ggml_tensor * pg_cross_entropy(

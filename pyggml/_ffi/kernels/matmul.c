@@ -20,6 +20,21 @@ static const float * batch_item(const struct ggml_tensor * t, int64_t i2, int64_
     return (const float *) ((const char *) t->data + (t->ne[2] > 1 ? i2 * t->nb[2] : 0) + (t->ne[3] > 1 ? i3 * t->nb[3] : 0));
 }
 
+/* A worker's part of an (m, n) matrix: rows [row0, row1) and columns [col0, col1), along the longer side. */
+struct part {
+    int64_t row0, row1, col0, col1;
+};
+
+static struct part part_of(int64_t m, int64_t n, int ith, int nth) {
+    struct part p = {0, m, 0, n};
+    if (m >= n) {
+        share_of_work(m, 16, ith, nth, &p.row0, &p.row1);
+    } else {
+        share_of_work(n, 16, ith, nth, &p.col0, &p.col1);
+    }
+    return p;
+}
+
 static void run_matmul(struct ggml_tensor * dst, int ith, int nth, void * unused) {
     (void) unused;
     const struct ggml_tensor * a = dst->src[0], * b = dst->src[1];
@@ -27,26 +42,25 @@ static void run_matmul(struct ggml_tensor * dst, int ith, int nth, void * unused
     const int64_t m = dst->ne[1], n = dst->ne[0], k = a->ne[0], batch = dst->ne[2] * dst->ne[3];
 
     /* Split whole matrices when there are enough of them, else the longer side of each output matrix. */
-    int64_t first = 0, last = batch, row0 = 0, row1 = m, col0 = 0, col1 = n;
+    int64_t first = 0, last = batch;
+    struct part p = {0, m, 0, n};
     if (batch >= nth) {
         share_of_work(batch, 1, ith, nth, &first, &last);
-    } else if (m >= n) {
-        share_of_work(m, 16, ith, nth, &row0, &row1);
     } else {
-        share_of_work(n, 16, ith, nth, &col0, &col1);
+        p = part_of(m, n, ith, nth);
     }
-    if (row0 >= row1 || col0 >= col1) {
+    if (p.row0 >= p.row1 || p.col0 >= p.col1) {
         return;
     }
     for (int64_t i = first; i < last; i++) {
         const int64_t i2 = i % dst->ne[2], i3 = i / dst->ne[2];
         const float * pa = batch_item(a, i2, i3), * pb = batch_item(b, i2, i3);
         float * pc = (float *) ((char *) dst->data + i2 * dst->nb[2] + i3 * dst->nb[3]);
-        pa += ma.trans == CblasNoTrans ? row0 * ma.ld : row0;
-        pb += mb.trans == CblasNoTrans ? col0 : col0 * mb.ld;
+        pa += ma.trans == CblasNoTrans ? p.row0 * ma.ld : p.row0;
+        pb += mb.trans == CblasNoTrans ? p.col0 : p.col0 * mb.ld;
         scipy_cblas_sgemm(
-            CblasRowMajor, ma.trans, mb.trans, (blasint) (row1 - row0), (blasint) (col1 - col0), (blasint) k, 1.0f, pa, ma.ld, pb,
-            mb.ld, 0.0f, pc + row0 * n + col0, (blasint) n);
+            CblasRowMajor, ma.trans, mb.trans, (blasint) (p.row1 - p.row0), (blasint) (p.col1 - p.col0), (blasint) k, 1.0f, pa, ma.ld,
+            pb, mb.ld, 0.0f, pc + p.row0 * n + p.col0, (blasint) n);
     }
 }
 
@@ -55,4 +69,29 @@ struct ggml_tensor * pg_matmul(struct ggml_context * ctx, struct ggml_tensor * a
     return ggml_custom_4d(
         ctx, GGML_TYPE_F32, b->ne[0], a->ne[1], MAX(a->ne[2], b->ne[2]), MAX(a->ne[3], b->ne[3]), args, 2, run_matmul,
         GGML_N_TASKS_MAX, NULL);
+}
+
+/* The bias is where the product's sums begin. */
+static void run_linear(struct ggml_tensor * dst, int ith, int nth, void * unused) {
+    (void) unused;
+    const struct ggml_tensor * x = dst->src[0], * weight = dst->src[1], * bias = dst->src[2];
+    const int64_t m = dst->ne[1], n = dst->ne[0], k = x->ne[0];
+    const struct part p = part_of(m, n, ith, nth);
+    if (p.row0 >= p.row1 || p.col0 >= p.col1) {
+        return;
+    }
+    float * out = (float *) dst->data + p.row0 * n + p.col0;
+    for (int64_t row = 0; bias != NULL && row < p.row1 - p.row0; row++) {
+        memcpy(out + row * n, (const float *) bias->data + p.col0, (size_t) (p.col1 - p.col0) * sizeof(float));
+    }
+    scipy_cblas_sgemm(
+        CblasRowMajor, CblasNoTrans, CblasTrans, (blasint) (p.row1 - p.row0), (blasint) (p.col1 - p.col0), (blasint) k, 1.0f,
+        (const float *) x->data + p.row0 * k, (blasint) k, (const float *) weight->data + p.col0 * k, (blasint) k,
+        bias != NULL ? 1.0f : 0.0f, out, (blasint) n);
+}
+
+struct ggml_tensor * pg_linear(
+    struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * weight, struct ggml_tensor * bias) {
+    struct ggml_tensor * args[] = {x, weight, bias};
+    return ggml_custom_4d(ctx, GGML_TYPE_F32, weight->ne[1], x->ne[1], 1, 1, args, bias != NULL ? 3 : 2, run_linear, GGML_N_TASKS_MAX, NULL);
 }
