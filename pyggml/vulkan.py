@@ -33,8 +33,11 @@ SOFTWARE = ("llvmpipe", "lavapipe", "SwiftShader", "Microsoft Basic Render")
 
 # Read by ggml when it opens a device.
 SETTINGS = {
-    # Its f32 products otherwise round their operands to f16, which ends at 65504.
+    # Its f32 products otherwise round their operands to f16, which ends at 65504: in its shaders,
+    # and, whatever those do, in the matrix units of cards that have them.
     "GGML_VK_DISABLE_F16": "1",
+    "GGML_VK_DISABLE_COOPMAT": "1",
+    "GGML_VK_DISABLE_COOPMAT2": "1",
     # The scheduler would let it reorder a graph without regard to what is changed in place.
     "GGML_VK_DISABLE_GRAPH_OPTIMIZE": "1",
 }
