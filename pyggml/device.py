@@ -113,6 +113,7 @@ class GgmlDevice(Device):
 
     own_kernels = False  # whether pyggml's own kernels run on it
     stops_for_signals = False  # whether a run can be stopped in the middle
+    tiled_copies = True  # whether ggml's own way of copying a transpose is the quick one there
 
     def __init__(self) -> None:
         super().__init__()

@@ -58,7 +58,7 @@ class GgmlPlan:
         full = size - SPARE_TENSORS * lib.ggml_tensor_overhead()
 
         self._commits = False  # whether the graph says when it begins to change sources
-        b = Lowering(self.context, self.graph, self.device.own_kernels)
+        b = Lowering(self.context, self.graph, self.device.own_kernels, self.device.tiled_copies)
         made: dict[Step, GgmlTensor] = {}
         self.input_indices = [index for index, _ in program.sources]
         self.input_tensors: list[GgmlTensor] = []

@@ -31,10 +31,13 @@ def shape_of(tensor: GgmlTensor) -> Shape:
 class Lowering:
     """One ggml graph under construction."""
 
-    def __init__(self, context: Any, graph: Any, own_kernels: bool) -> None:
+    def __init__(
+        self, context: Any, graph: Any, own_kernels: bool, tiled_copies: bool = True
+    ) -> None:
         self.ctx = context
         self.graph = graph
         self.own_kernels = own_kernels  # whether pyggml's own kernels can run on the device
+        self.tiled_copies = tiled_copies
         self.made: list[GgmlTensor] = []  # by new()
         self._contiguous: dict[Any, GgmlTensor] = {}
 
@@ -63,8 +66,15 @@ class Lowering:
             return tensor if all(ordered) else lib.ggml_reshape(self.ctx, tensor, tensor)
         copy = self._contiguous.get(tensor)
         if copy is None:
-            copy = self._contiguous[tensor] = lib.ggml_cont(self.ctx, tensor)
+            copy = self._contiguous[tensor] = self._copy(tensor)
         return copy
+
+    def _copy(self, tensor: GgmlTensor) -> GgmlTensor:
+        if self.tiled_copies:
+            return lib.ggml_cont(self.ctx, tensor)
+        # ggml's Vulkan backend copies a transpose by tiles only into a tensor of the same shape.
+        flat = lib.ggml_cont_1d(self.ctx, tensor, lib.ggml_nelements(tensor))
+        return lib.ggml_reshape(self.ctx, flat, tensor)
 
     def cast(self, tensor: GgmlTensor, dtype: DType) -> GgmlTensor:
         """Return the tensor's values in another type; the tensor itself if it has that type.

@@ -318,6 +318,24 @@ def test_squeeze_drops_named_axes_or_all():
     assert ag.squeeze(x, axis=(0, 2)).shape == (2,)
 
 
+# ---- copies in order -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tiled", [True, False])
+@pytest.mark.parametrize("axes", [(1, 0, 2), (0, 2, 1), (2, 1, 0), (1, 2, 0)])
+def test_a_permuted_tensor_is_copied_in_order_either_way(axes, tiled):
+    device = CpuDevice(n_threads=1, own_kernels=False)
+    device.tiled_copies = tiled
+    with pg.device(device):
+        x = ag.param(ARRAY)
+        with ag.grad_tape():
+            y = ag.reshape(ag.permute(x, axes), (-1,))
+        (gradient,) = ag.grad(y, [x], seed=ag.tensor(np.transpose(ARRAY + 1, axes).ravel()))
+        np.testing.assert_array_equal(y.numpy(), np.transpose(ARRAY, axes).ravel())
+        np.testing.assert_array_equal(gradient.numpy(), ARRAY + 1)
+    device.close()
+
+
 # ---- mistakes ----------------------------------------------------------------------------------
 
 MISTAKES = {
