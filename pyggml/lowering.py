@@ -14,6 +14,8 @@ from ._ffi import ffi, lib
 from .dtypes import DType
 from .graph import MAX_DIMS, Shape
 
+ALIGNMENT = 256  # bytes: the largest that a Vulkan device may ask of what a shader is given
+
 GgmlTensor = Any
 """A cffi pointer to a ggml_tensor."""
 
@@ -40,6 +42,7 @@ class Lowering:
         self.tiled_copies = tiled_copies
         self.made: list[GgmlTensor] = []  # by new()
         self._contiguous: dict[Any, GgmlTensor] = {}
+        self._aligned: dict[Any, GgmlTensor] = {}
 
     def add(self, tensor: GgmlTensor) -> GgmlTensor:
         """Append a tensor, and what it needs that is not there yet, to the graph."""
@@ -90,8 +93,21 @@ class Lowering:
             return lib.ggml_transpose(self.ctx, copy)
         return lib.ggml_cast(self.ctx, self.contiguous(tensor), dtype.ggml)
 
+    def aligned_row(self, table: GgmlTensor, row: int, count: int) -> GgmlTensor:
+        """Return a row's first numbers where every device can read them as a tensor: no copy each.
+
+        The table (rows, columns), float32, is copied once, to rows that begin ALIGNMENT apart.
+        """
+        padded = self._aligned.get(table)
+        if padded is None:
+            missing = -table.ne[0] % (ALIGNMENT // lib.ggml_element_size(table))
+            padded = self._aligned[table] = lib.ggml_pad(self.ctx, table, missing, 0, 0, 0)
+        return lib.ggml_view_1d(self.ctx, padded, count, row * padded.nb[1])
+
     def reshape(self, tensor: GgmlTensor, shape: Shape) -> GgmlTensor:
         """Return the same elements in another shape."""
+        if list(tensor.ne) == ne_of(shape):  # to ggml, (1, n) and (n,) are one shape
+            return self.contiguous(tensor)
         return lib.ggml_reshape_4d(self.ctx, self.contiguous(tensor), *ne_of(shape))
 
     def broadcast(self, tensor: GgmlTensor, shape: Shape) -> GgmlTensor:

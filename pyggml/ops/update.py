@@ -83,15 +83,13 @@ class Numbers:
         return reshape(sliced(self.table, ((self.row, 1, 1), (column, 1, 1))), ())
 
 
-def _part_of_row(
-    b: Lowering, table: GgmlTensor, row: int, column: int = 0, count: int = 1
-) -> GgmlTensor:
-    """Return some of a row's numbers in a tensor of their own.
+def _number(b: Lowering, table: GgmlTensor, row: int, column: int) -> GgmlTensor:
+    """Return one of a row's numbers in a tensor of its own.
 
-    Devices without our kernels need them so.
+    Devices without our kernels need it so.
     """
     offset = row * table.nb[1] + column * table.nb[0]
-    return lib.ggml_cont(b.ctx, lib.ggml_view_1d(b.ctx, table, count, offset))
+    return lib.ggml_cont(b.ctx, lib.ggml_view_1d(b.ctx, table, 1, offset))
 
 
 # ---- fused updates -------------------------------------------------------------------------------
@@ -209,7 +207,7 @@ class FusedUpdate:
             if made is not NotImplemented:
                 return made
         count = len(self.numbers)
-        n = [_Symbol(b, _part_of_row(b, table, row, column)) for column in range(count)]
+        n = [_Symbol(b, _number(b, table, row, column)) for column in range(count)]
         symbols = [_Symbol(b, tensor) for tensor in (w, g, *states)]
         results = self.formula(symbols[0], symbols[1], symbols[2:], n, flag)
         return _overwrite(b, (w, *states), results)
@@ -243,7 +241,7 @@ def _lower_sgd(
     if states:
         return NotImplemented
     lib.ggml_set_param(w)
-    return lib.ggml_opt_step_sgd(b.ctx, w, g, _part_of_row(b, table, row, count=2))
+    return lib.ggml_opt_step_sgd(b.ctx, w, g, b.aligned_row(table, row, 2))
 
 
 SGD = FusedUpdate(
@@ -266,10 +264,10 @@ def _lower_adamw(
     b: Lowering, w: GgmlTensor, g: GgmlTensor, states: Any, table: Any, row: int, flag: bool
 ) -> GgmlTensor:
     if flag:
-        decayed = lib.ggml_mul(b.ctx, w, _part_of_row(b, table, row, column=7))
+        decayed = lib.ggml_mul(b.ctx, w, _number(b, table, row, 7))
         g = lib.ggml_add(b.ctx, g, decayed)
     lib.ggml_set_param(w)
-    return lib.ggml_opt_step_adamw(b.ctx, w, g, *states, _part_of_row(b, table, row, count=7))
+    return lib.ggml_opt_step_adamw(b.ctx, w, g, *states, b.aligned_row(table, row, 7))
 
 
 ADAMW = FusedUpdate(
