@@ -61,8 +61,7 @@ class Op:
     that the result does not depend smoothly on anything. ``mutates`` lists the inputs that the op
     changes in place. ``alias`` says that the result is another view of the first input's memory.
     Inputs of a half type come as float32, unless the op ``takes_half``, as every alias does.
-    ``fold(*inputs, **settings)`` may give a simpler node of equal value: its op, inputs and
-    settings; None where there is none.
+    ``fold(*inputs, **settings)`` may give a simpler node of equal value, or None.
     """
 
     name: str
@@ -75,7 +74,7 @@ class Op:
     alias: bool = False
     is_product: bool = False
     takes_half: bool = False
-    fold: Callable[..., tuple[Op, tuple[Node, ...], tuple] | None] | None = None
+    fold: Callable[..., Node | None] | None = None
 
     def __post_init__(self) -> None:
         OPS[self.name] = self
@@ -216,12 +215,11 @@ def make_node(key: tuple) -> Node:
     if not (op.takes_half or op.alias) and any(node.dtype.is_half for node in inputs):
         widened = (widened_node(node, mode) for node in inputs)
         return _nodes.setdefault(key, find_node((op, settings, mode, *widened)))
-    if op.fold is not None and (simpler := op.fold(*inputs, **dict(settings))) is not None:
-        op, nodes, settings = simpler
-        return _nodes.setdefault(key, find_node((op, settings, mode, *nodes)))
     spec = op.shape(*inputs, **dict(settings))
     check_size(op.name, spec.shape, spec.dtype)
     requires_grad = mode.taped and op.differentiable and any(node.requires_grad for node in inputs)
+    if op.fold is not None and (simpler := op.fold(*inputs, **dict(settings))) is not None:
+        return _nodes.setdefault(key, simpler)
     if len(_nodes) >= MAX_NODES:
         clear_nodes()
     if mode.taped and not requires_grad:  # the tape makes no difference: share the untaped node

@@ -14,7 +14,7 @@ from ..checks import plain_number
 from ..device import Device, resolve_device
 from ..dtypes import as_dtype, float32
 from ..errors import DTypeError
-from ..graph import PLAIN, Op, Shape, Spec, find_node, state
+from ..graph import PLAIN, Node, Op, Shape, Spec, find_node, state
 from ..lowering import GgmlTensor, Lowering, unary
 from ..tensor import Tensor, TensorLike, as_tensor, pending, record
 from .rules import broadcasting, check_ndim, same
@@ -36,6 +36,16 @@ FULL = Op(
     reference=lambda shape, value: np.full(shape, value),
     differentiable=False,
 )
+
+
+def constant(x: Node, shape: Shape, scale: float = 1.0, shift: float = 0.0) -> Node | None:
+    """Return the node of a tensor filled with scale * x + shift, if x is such a constant, too."""
+    if x.op is not FULL:
+        return None
+    value = scale * dict(x.settings)["value"] + shift
+    if value == 0:  # of either sign, which settings do not tell apart
+        return None
+    return find_node((FULL, (("shape", shape), ("value", value)), PLAIN))
 
 
 def full(shape: Sequence[int], value: float, *, device: Device | str | None = None) -> Tensor:
@@ -176,6 +186,7 @@ AFFINE = Op(
     lower=_lower_affine,
     grad=lambda g, out, x, scale, shift: affine(g, scale=scale),
     reference=lambda x, scale, shift: x * scale + shift,
+    fold=lambda x, scale, shift: constant(x, x.shape, scale, shift),
 )
 
 

@@ -34,13 +34,19 @@ def checked_indices(
     """
     if not isinstance(indices, Tensor):
         array = _integers(op, indices, what)
-        indices = make_tensor(array, dtype=int32, device=device, op=op)
+        if array.size:
+            _check_range(op, what, int(array.min()), int(array.max()), size)
+            array = array.astype(np.int32)  # whose range need not be looked at again
+        return make_tensor(array, dtype=int32, device=device, op=op)
     if indices._at[1].dtype is not int32:
         raise DTypeError(f"{op}: {what} must be integers; got a tensor of {indices.dtype}")
-    low, high = index_range(indices)
+    _check_range(op, what, *index_range(indices), size)
+    return indices
+
+
+def _check_range(op: str, what: str, low: int, high: int, size: int) -> None:
     if low < 0 or high >= size:
         raise _out_of_range(op, what, low if low < 0 else high, size)
-    return indices
 
 
 def index_range(indices: Tensor) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from ..errors import DTypeError, ShapeError
 from ..graph import MAX_DIMS, SOURCE, Op, Shape, Spec
 from ..lowering import GgmlTensor, Lowering
 from ..tensor import Tensor, TensorLike, as_tensor, passing, pending, record
+from .elementwise import constant
 from .rules import broadcast_shapes, check_ndim, normalize_axes, normalize_axis, split_at
 
 # ---- reshape -------------------------------------------------------------------------------------
@@ -33,6 +34,7 @@ RESHAPE = Op(
     alias=True,
     grad=lambda g, out, x, shape: reshape(g, x.shape),
     reference=lambda x, shape: np.reshape(x, shape),
+    fold=lambda x, shape: constant(x, shape),
 )
 
 
@@ -148,6 +150,7 @@ BROADCAST_TO = Op(
     lower=lambda b, x, shape: b.broadcast(x, shape),
     grad=lambda g, out, x, shape: g,  # the engine sums it back
     reference=lambda x, shape: np.broadcast_to(x, shape),
+    fold=lambda x, shape: constant(x, shape),
 )
 
 
