@@ -41,8 +41,7 @@ class Lowering:
         self.own_kernels = own_kernels  # whether pyggml's own kernels can run on the device
         self.tiled_copies = tiled_copies
         self.made: list[GgmlTensor] = []  # by new()
-        self._contiguous: dict[Any, GgmlTensor] = {}
-        self._aligned: dict[Any, GgmlTensor] = {}
+        self._shared: dict[Any, GgmlTensor] = {}
 
     def add(self, tensor: GgmlTensor) -> GgmlTensor:
         """Append a tensor, and what it needs that is not there yet, to the graph."""
@@ -67,10 +66,14 @@ class Lowering:
                 tensor.nb[i] == size * prod(tensor.ne[k] for k in range(i)) for i in range(MAX_DIMS)
             ]
             return tensor if all(ordered) else lib.ggml_reshape(self.ctx, tensor, tensor)
-        copy = self._contiguous.get(tensor)
-        if copy is None:
-            copy = self._contiguous[tensor] = self._copy(tensor)
-        return copy
+        return self.once(self._copy, tensor)
+
+    def once(self, constructor: Any, *args: Any) -> GgmlTensor:
+        """Return what a constructor makes of the arguments: one tensor for all who ask."""
+        key = (constructor, *args)
+        if key not in self._shared:
+            self._shared[key] = constructor(*args)
+        return self._shared[key]
 
     def _copy(self, tensor: GgmlTensor) -> GgmlTensor:
         if self.tiled_copies:
@@ -98,10 +101,8 @@ class Lowering:
 
         The table (rows, columns), float32, is copied once, to rows that begin ALIGNMENT apart.
         """
-        padded = self._aligned.get(table)
-        if padded is None:
-            missing = -table.ne[0] % (ALIGNMENT // lib.ggml_element_size(table))
-            padded = self._aligned[table] = lib.ggml_pad(self.ctx, table, missing, 0, 0, 0)
+        missing = -table.ne[0] % (ALIGNMENT // lib.ggml_element_size(table))
+        padded = self.once(lib.ggml_pad, self.ctx, table, missing, 0, 0, 0)
         return lib.ggml_view_1d(self.ctx, padded, count, row * padded.nb[1])
 
     def reshape(self, tensor: GgmlTensor, shape: Shape) -> GgmlTensor:
