@@ -207,6 +207,27 @@ def test_max_pooling_keeps_nan_and_infinity(where):
     np.testing.assert_array_equal(gradient, [[0, 1, 1, 0], [1, 0, 0, 0], [0, 0, 1, 0]])
 
 
+@pytest.mark.parametrize("width", [2, 15, 66, 2050, 2500])  # some rows of windows at a time, or one
+def test_windows_of_two_by_two_follow_the_reference_with_ties_and_nan(width, on_threads):
+    x = np.floor(4 * normal(0, 2, 3, 9, width)) / 4  # many ties
+    x[0, 0, ::3, ::5] = nan
+    x[1, 1, ::2, ::7] = -inf
+    weight = normal(1, 2, 3, 4, width // 2)
+
+    def values():
+        p = ag.param(x)
+        with ag.grad_tape():
+            pooled = ag.max_pool2d(p, 2)
+            loss = ag.sum(pooled * weight)
+        return [pooled, ag.grad(loss, p)]
+
+    with pg.device("reference"):
+        expected = [value.numpy() for value in values()]
+    for n_threads in (1, 3):
+        for found, right in zip(on_threads(n_threads, values), expected, strict=True):
+            np.testing.assert_array_equal(found, right.astype(np.float32))
+
+
 def test_padding_counts_in_average_pooling(device):
     found = ag.avg_pool2d(np.ones((1, 1, 2, 2)), 2, padding=1).tolist()
     assert found == [[[[0.25, 0.25], [0.25, 0.25]]]]

@@ -2,7 +2,10 @@
 
 #include "common.h"
 
-enum { STRETCH = 128 }; /* output positions at a time */
+enum {
+    STRETCH = 128,  /* output positions at a time */
+    BUFFER  = 2048, /* floats, in the first-level cache */
+};
 
 struct pool {
     int64_t planes, h, w, oh, ow;
@@ -68,6 +71,93 @@ static void find_max(
     }
 }
 
+/* Windows of 2 by 2 side by side, the usual ones, take a vectorised way: pairs along the rows, then pairs of these. Of equal
+ * elements, or NaN, the first one counts. */
+static bool is_halving(const struct pool * v) {
+    return v->kh == 2 && v->kw == 2 && v->stride_h == 2 && v->stride_w == 2 && v->pad_h == 0 && v->pad_w == 0 &&
+           2 * v->ow <= BUFFER;
+}
+
+static inline bool stays_largest(float x, float later) {
+    return (x >= later) | (x != x);
+}
+
+static inline float larger(float x, float later) {
+    const float top = x > later ? x : later; /* one instruction, which lets x go if it is NaN */
+    return x != x ? x : top;
+}
+
+/* The gradient g to one of two, 0 to the other; as bits, for compilers make branches of two choices by one condition. */
+static inline void give(float g, bool to_first, float * first, float * second) {
+    const int32_t mask = -(int32_t) to_first;
+    *first  = float_of_bits(bits_of_float(g) & mask);
+    *second = float_of_bits(bits_of_float(g) & ~mask);
+}
+
+/* The largest of each pair in n_rows rows of a plane: (n_rows, ow). */
+static void halve_rows(const struct pool * v, const float * x, int64_t n_rows, float * restrict y) {
+    const bool dense = v->w == 2 * v->ow; /* then all rows are one */
+    const int64_t n = dense ? n_rows * v->ow : v->ow;
+    for (int64_t row = 0; row < (dense ? 1 : n_rows); row++, x += v->w, y += v->ow) {
+        for (int64_t t = 0; t < n; t++) {
+            y[t] = larger(x[2 * t], x[2 * t + 1]);
+        }
+    }
+}
+
+static void halve_rows_back(
+    const struct pool * v, const float * restrict g, const float * restrict x, int64_t n_rows, float * restrict dx) {
+    const bool dense = v->w == 2 * v->ow;
+    const int64_t n = dense ? n_rows * v->ow : v->ow;
+    for (int64_t row = 0; row < (dense ? 1 : n_rows); row++, x += v->w, dx += v->w, g += v->ow) {
+        for (int64_t t = 0; t < n; t++) {
+            give(g[t], stays_largest(x[2 * t], x[2 * t + 1]), &dx[2 * t], &dx[2 * t + 1]);
+        }
+    }
+}
+
+/* Rows [begin, end) of the outputs of all planes. */
+static void halve(const struct pool * v, const float * x, float * y, int64_t begin, int64_t end) {
+    float pairs[BUFFER];
+    for (int64_t row = begin, rows; row < end; row += rows) {
+        const int64_t plane = row / v->oh, oy = row % v->oh;
+        rows = MIN(MIN(BUFFER / (2 * v->ow), v->oh - oy), end - row);
+        halve_rows(v, x + (plane * v->h + 2 * oy) * v->w, 2 * rows, pairs);
+        for (int64_t r = 0; r < rows; r++) {
+            const float * upper = pairs + 2 * r * v->ow, * lower = upper + v->ow;
+            float * restrict to = y + (row + r) * v->ow;
+            for (int64_t t = 0; t < v->ow; t++) {
+                to[t] = larger(upper[t], lower[t]);
+            }
+        }
+    }
+}
+
+/* Whole planes [begin, end). */
+static void halve_back(const struct pool * v, const float * grad, const float * x, float * dx, int64_t begin, int64_t end) {
+    float pairs[BUFFER], slopes[BUFFER];
+    for (int64_t plane = begin; plane < end; plane++) {
+        const int64_t start = plane * v->h * v->w;
+        if (v->h % 2 != 0 || v->w % 2 != 0) {
+            memset(dx + start, 0, v->h * v->w * sizeof(float));
+        }
+        for (int64_t oy = 0, rows; oy < v->oh; oy += rows) {
+            const int64_t at = start + 2 * oy * v->w;
+            rows = MIN(BUFFER / (2 * v->ow), v->oh - oy);
+            halve_rows(v, x + at, 2 * rows, pairs);
+            for (int64_t r = 0; r < rows; r++) {
+                const float * restrict g = grad + (plane * v->oh + oy + r) * v->ow;
+                const float * restrict upper = pairs + 2 * r * v->ow;
+                float * restrict slope = slopes + 2 * r * v->ow;
+                for (int64_t t = 0; t < v->ow; t++) {
+                    give(g[t], stays_largest(upper[t], upper[v->ow + t]), &slope[t], &slope[v->ow + t]);
+                }
+            }
+            halve_rows_back(v, slopes, x + at, 2 * rows, dx + at);
+        }
+    }
+}
+
 static void run_max_pool(struct ggml_tensor * dst, int ith, int nth, void * unused) {
     (void) unused;
     const float * values = dst->src[0]->data, * x = dst->src[1]->data;
@@ -76,6 +166,10 @@ static void run_max_pool(struct ggml_tensor * dst, int ith, int nth, void * unus
     int32_t place[STRETCH];
     int64_t begin, end;
     share_of_work(v.planes * v.oh, 1, ith, nth, &begin, &end);
+    if (values == x && is_halving(&v)) {
+        halve(&v, x, dst->data, begin, end);
+        return;
+    }
     for (int64_t row = begin; row < end; row++) {
         const int64_t plane = row / v.oh * v.h * v.w;
         for (int64_t ox = 0; ox < v.ow; ox += STRETCH) {
@@ -107,6 +201,10 @@ static void run_max_pool_back(struct ggml_tensor * dst, int ith, int nth, void *
     int32_t place[STRETCH];
     int64_t begin, end;
     share_of_work(v.planes, 1, ith, nth, &begin, &end);
+    if (is_halving(&v)) {
+        halve_back(&v, grad, x, dst->data, begin, end);
+        return;
+    }
     for (int64_t p = begin; p < end; p++) {
         float * dx = (float *) dst->data + p * v.h * v.w;
         memset(dx, 0, v.h * v.w * sizeof(float));
