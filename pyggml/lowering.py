@@ -36,7 +36,7 @@ class Lowering:
         self.graph = graph
         self.own_kernels = own_kernels  # whether pyggml's own kernels can run on the device
         self.made: list[GgmlTensor] = []  # by new()
-        self._contiguous: dict[Any, GgmlTensor] = {}
+        self._shared: dict[Any, GgmlTensor] = {}
 
     def add(self, tensor: GgmlTensor) -> GgmlTensor:
         """Append a tensor, and what it needs that is not there yet, to the graph."""
@@ -61,10 +61,14 @@ class Lowering:
                 tensor.nb[i] == size * prod(tensor.ne[k] for k in range(i)) for i in range(MAX_DIMS)
             ]
             return tensor if all(ordered) else lib.ggml_reshape(self.ctx, tensor, tensor)
-        copy = self._contiguous.get(tensor)
-        if copy is None:
-            copy = self._contiguous[tensor] = lib.ggml_cont(self.ctx, tensor)
-        return copy
+        return self.once(lib.ggml_cont, tensor)
+
+    def once(self, constructor: Any, *args: Any) -> GgmlTensor:
+        """Return what a constructor makes of the arguments: one tensor for all who ask."""
+        key = (constructor, *args)
+        if key not in self._shared:
+            self._shared[key] = constructor(self.ctx, *args)
+        return self._shared[key]
 
     def reshape(self, tensor: GgmlTensor, shape: Shape) -> GgmlTensor:
         """Return the same elements in another shape."""

@@ -45,6 +45,13 @@ def whole(x: ag.Tensor) -> ag.Tensor:
     return ag.astype(x, "float32")
 
 
+def statistics_of(like: ag.Tensor, *shape: int) -> ag.Tensor:
+    """Mean plus variance of each channel of a constant: no gradient flows through them."""
+    x = np.random.default_rng(0).standard_normal(shape)
+    mean, var = ag.batch_statistics(ag.tensor(x, device=like.device))
+    return mean + var
+
+
 @dataclass
 class Row:
     """One op at work: fn on inputs of these shapes, drawn from these domains (the last one
@@ -278,6 +285,9 @@ ROWS = [
         lambda x, w, b: ag.batch_norm(x, w, b, training=True),
         [(2, 3, 2, 2), (3,), (3,)],
     ),
+    Row("batch_statistics", lambda x: x * statistics_of(x, 5, 3), [(3,)]),
+    Row("batch_statistics of images", lambda x: x * statistics_of(x, 3, 2, 4, 5), [(2,)]),
+    Row("batch_statistics of one channel", lambda x: x * statistics_of(x, 300, 1), [(1,)]),
     Row(
         "batch_norm of strided sequences",
         lambda x: ag.batch_norm(ag.transpose(x, 1, 2), training=True, eps=0.1),

@@ -14,15 +14,15 @@ from ..errors import SettingError, ShapeError
 from ..graph import MAX_DIMS, Op, Shape, Spec
 from ..lowering import GgmlTensor, Lowering, shape_of
 from ..tensor import Tensor, TensorLike, as_tensor, record
-from .elementwise import add, affine, detach, div, mul, neg, sub
+from .elementwise import add, affine, div, mul, neg, sub
 from .power import sqr, sqrt
-from .reduction import SUM, mean, rows_of, var
+from .reduction import SUM, mean, rows_of
 from .rules import need_floats
 from .shaping import reshape
 
 # ---- normalize: (x - mean) / sqrt(variance + eps) over axes, then * weight + bias ----------------
-# One pass over x, and one each for its gradient and the weight's, where the composed form takes 16.
-# The axes are the last ones, or all but one: then weight and bias have an element for each channel.
+# Two passes over x, and two over x and its gradient, where the composed form takes 16. The axes are
+# the last, or all but one: then weight and bias have an element for each channel.
 
 
 def _normalize_shape(x: Spec, *parameters: Spec, **settings: Any) -> Spec:
@@ -58,6 +58,36 @@ def _weight_shape(*weight: GgmlTensor) -> Shape:
     return shape_of(weight[0]) if weight else ()
 
 
+def _weights(*weight: GgmlTensor) -> int:
+    """Return how many elements a weight has, 0 if there is none."""
+    return lib.ggml_nelements(weight[0]) if weight else 0
+
+
+def _statistics(
+    b: Lowering, x: GgmlTensor, weights: int, layout: tuple[int, int, int], centered: bool
+) -> GgmlTensor:
+    """Return mean and variance of each channel, or NULL for rows, whose kernels compute them."""
+    outer, inner, run = layout
+    if outer == 1 and inner > 1 and (not weights or (run == 1 and weights == inner)):
+        return ffi.NULL
+    return b.once(lib.pg_norm_statistics, x, outer, inner, centered)
+
+
+def _sums(
+    b: Lowering,
+    g: GgmlTensor,
+    x: GgmlTensor,
+    statistics: GgmlTensor,
+    weights: int,
+    layout: tuple[int, int, int],
+) -> GgmlTensor:
+    """Return what the gradients in x and in a weight have in common, or NULL for rows."""
+    outer, inner, run = layout
+    if statistics == ffi.NULL:
+        return ffi.NULL
+    return b.once(lib.pg_norm_sums, g, x, statistics, outer, inner, run if weights else inner)
+
+
 def _on_rows(
     b: Lowering,
     axes: tuple[int, ...],
@@ -91,7 +121,8 @@ def _lower_normalize(
         x = b.contiguous(x)
         given = [*(b.contiguous(t) for t in parameters), ffi.NULL, ffi.NULL][:2]
         layout = _layout_with_run(x, axes, _weight_shape(*parameters[:1]))
-        return lib.pg_norm(b.ctx, x, *given, *layout, eps, centered)
+        statistics = _statistics(b, x, _weights(*parameters[:1]), layout, centered)
+        return lib.pg_norm(b.ctx, x, statistics, *given, *layout, eps, centered)
     norm = lib.ggml_norm if centered else lib.ggml_rms_norm
     y = _on_rows(b, axes, lambda rows: norm(b.ctx, rows, eps), x)
     for parameter, constructor in zip(parameters, (lib.ggml_mul, lib.ggml_add), strict=False):
@@ -144,7 +175,9 @@ def _lower_normalize_back(
         g, x = b.contiguous(g), b.contiguous(x)
         known = b.contiguous(weight[0]) if weight else ffi.NULL
         layout = _layout_with_run(x, axes, _weight_shape(*weight))
-        return lib.pg_norm_back(b.ctx, g, x, known, *layout, eps, centered)
+        statistics = _statistics(b, x, _weights(*weight), layout, centered)
+        sums = _sums(b, g, x, statistics, _weights(*weight), layout)
+        return lib.pg_norm_back(b.ctx, g, x, statistics, sums, known, *layout, eps, centered)
 
     def center(rows: GgmlTensor) -> GgmlTensor:
         return lib.ggml_sub(b.ctx, rows, lib.ggml_mean(b.ctx, rows)) if centered else rows
@@ -224,7 +257,12 @@ def _lower_normalize_dot(
     if b.own_kernels:
         g, x = b.contiguous(g), b.contiguous(x)
         layout = _layout_with_run(x, axes, shape)
-        dot = lib.pg_norm_dot(b.ctx, g, x, *layout, prod(shape), eps, centered)
+        statistics = _statistics(b, x, prod(shape), layout, centered)
+        if statistics == ffi.NULL:
+            dot = lib.pg_norm_dot_rows(b.ctx, g, x, layout[1], eps, centered)
+        else:
+            sums = _sums(b, g, x, statistics, prod(shape), layout)
+            dot = lib.pg_norm_dot(b.ctx, statistics, sums, prod(shape), eps)
         return b.reshape(dot, shape)
     y = _lower_normalize(b, x, axes=axes, eps=eps, centered=centered)
     repeated = _repeated_axes(shape)
@@ -258,6 +296,47 @@ NORMALIZE_DOT: Op = Op(
     lower=_lower_normalize_dot,
     grad=_grad_normalize_dot,
     reference=_reference_normalize_dot,
+)
+
+
+# ---- batch_statistic: mean, or unbiased variance, of each channel --------------------------------
+# One op, because the own kernels find what normalize has computed.
+
+
+def _batch_statistic_shape(x: Spec, *, axes: tuple[int, ...], variance: bool) -> Spec:
+    need_floats("batch_statistics", x)
+    return Spec(tuple(x.shape[i] for i in range(-len(x.shape), 0) if i not in axes), x.dtype)
+
+
+def _lower_batch_statistic(
+    b: Lowering, x: GgmlTensor, *, axes: tuple[int, ...], variance: bool
+) -> GgmlTensor:
+    x = b.contiguous(x)
+    outer, inner = _layout(x, axes)
+    count = outer * inner
+    channels = lib.ggml_nelements(x) // count
+    unbiased = count / (count - 1)
+    if b.own_kernels:
+        statistics = b.once(lib.pg_norm_statistics, x, outer, inner, True)
+        first = channels * lib.ggml_element_size(x) if variance else 0
+        part = lib.ggml_view_1d(b.ctx, statistics, channels, first)
+        return lib.pg_affine(b.ctx, part, unbiased, 0.0) if variance else part
+    rows = rows_of(b, x, axes)
+    result = lib.ggml_mean(b.ctx, rows)
+    if variance:
+        squares = lib.ggml_sqr(b.ctx, lib.ggml_sub(b.ctx, rows, result))
+        result = lib.ggml_scale(b.ctx, lib.ggml_mean(b.ctx, squares), unbiased)
+    return b.reshape(result, (channels,))
+
+
+BATCH_STATISTIC = Op(
+    "batch_statistic",
+    shape=_batch_statistic_shape,
+    lower=_lower_batch_statistic,
+    differentiable=False,
+    reference=lambda x, axes, variance: (
+        np.var(x, axis=axes, ddof=1) if variance else np.mean(x, axis=axes)
+    ),
 )
 
 
@@ -432,6 +511,7 @@ def batch_statistics(x: TensorLike) -> tuple[Tensor, Tensor]:
     >>> [statistic.numpy().tolist() for statistic in ag.batch_statistics([[1.0], [3.0]])]
     [[2.0], [2.0]]
     """
-    x = detach(as_tensor(x, op="batch_statistics"))
+    x = as_tensor(x, op="batch_statistics")
     axes = _batch_axes("batch_statistics", x)
-    return mean(x, axis=axes), var(x, axis=axes, ddof=1)
+    center = record(BATCH_STATISTIC, x, axes=axes, variance=False)
+    return center, record(BATCH_STATISTIC, x, axes=axes, variance=True)

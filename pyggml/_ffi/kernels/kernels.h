@@ -32,17 +32,28 @@ struct ggml_tensor * pg_log_softmax(struct ggml_context * ctx, struct ggml_tenso
 
 /* x seen as (outer, channels, inner), each channel brought to mean 0 (only if centered) and mean square 1: divided by
  * sqrt(variance + eps); then * weight + bias, if not NULL. An element of these holds for a run of places in inner; where there
- * are fewer than all channels need, they start anew. */
+ * are fewer than all channels need, they start anew. Without statistics, channels are rows: outer is 1, and a
+ * weight has an element for each place. */
 struct ggml_tensor * pg_norm(
-    struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * weight, struct ggml_tensor * bias, int64_t outer,
-    int64_t inner, int64_t run, float eps, bool centered);
-/* Its gradient in x, and in the weight. */
+    struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * statistics, struct ggml_tensor * weight,
+    struct ggml_tensor * bias, int64_t outer, int64_t inner, int64_t run, float eps, bool centered);
+/* Its gradient in x. */
 struct ggml_tensor * pg_norm_back(
-    struct ggml_context * ctx, struct ggml_tensor * grad, struct ggml_tensor * x, struct ggml_tensor * weight, int64_t outer,
-    int64_t inner, int64_t run, float eps, bool centered);
+    struct ggml_context * ctx, struct ggml_tensor * grad, struct ggml_tensor * x, struct ggml_tensor * statistics,
+    struct ggml_tensor * sums, struct ggml_tensor * weight, int64_t outer, int64_t inner, int64_t run, float eps,
+    bool centered);
+/* Its gradient in the weight, of as many elements: of rows, and from statistics and sums. */
+struct ggml_tensor * pg_norm_dot_rows(
+    struct ggml_context * ctx, struct ggml_tensor * grad, struct ggml_tensor * x, int64_t inner, float eps, bool centered);
 struct ggml_tensor * pg_norm_dot(
-    struct ggml_context * ctx, struct ggml_tensor * grad, struct ggml_tensor * x, int64_t outer, int64_t inner, int64_t run,
-    int64_t weights, float eps, bool centered);
+    struct ggml_context * ctx, struct ggml_tensor * statistics, struct ggml_tensor * sums, int64_t weights, float eps);
+/* Means of the channels (0 if not centered) and mean squared distances from them: (2, channels). */
+struct ggml_tensor * pg_norm_statistics(
+    struct ggml_context * ctx, struct ggml_tensor * x, int64_t outer, int64_t inner, bool centered);
+/* Sums of grad, and of grad * (x - mean), over outer and each run: (2, channels, runs). */
+struct ggml_tensor * pg_norm_sums(
+    struct ggml_context * ctx, struct ggml_tensor * grad, struct ggml_tensor * x, struct ggml_tensor * statistics,
+    int64_t outer, int64_t inner, int64_t run);
 
 /* Rotary embedding of x (batch, tokens, heads, width): pair k turns by position * base^(-2 k / width), the other way if inverse.
  * Pairs are halves apart, or neighbours if interleaved. positions may be NULL: 0, 1, ... */
