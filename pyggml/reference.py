@@ -52,6 +52,9 @@ class ReferenceDevice(Device):
         return ReferencePlan(program, self)
 
 
+BYTES_PER_STEP = 500  # of a program's Python objects, roughly
+
+
 class ReferencePlan:
     """A program as a list of NumPy calls; a value is dropped after its last use."""
 
@@ -102,6 +105,10 @@ class ReferencePlan:
             prod(step.node.shape) * self.device.numpy_dtype(step.node.dtype).itemsize
             for step in self.program.steps
         )
+
+    @property
+    def held_bytes(self) -> int:
+        return BYTES_PER_STEP * (len(self.program.steps) + len(self.program.effects))
 
     def close(self) -> None:
         pass
