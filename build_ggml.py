@@ -620,6 +620,7 @@ def declarations(text: str, defined: set[str]) -> tuple[str, list[str]]:
 CALLBACKS = """
 extern "Python+C" {
     int pg_on_poll(void);
+    void pg_on_abort(const char * message);
     void pg_on_log(enum ggml_log_level level, const char * text, void * user_data);
 }
 """

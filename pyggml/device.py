@@ -38,7 +38,9 @@ class Device:
     description = ""  # the maker's name for it
     double = False  # whether floats are float64
     has_committed = False  # whether the last run had begun to change sources when it ended
-    max_plans = 64  # how many plans are kept; the least recently used one goes first
+    # Plans are kept up to this number and to these bytes; the least recently used ones go first.
+    max_plans = 64
+    max_plan_bytes = 1 << 28
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # one program at a time
@@ -95,11 +97,20 @@ class Device:
         plan = self.plans.get(key)
         if plan is None:
             plan = self.plans[key] = self.compile(make())
-            while len(self.plans) > self.max_plans:
-                self.plans.popitem(last=False)[1].close()
+            self._drop_old_plans()
         else:
             self.plans.move_to_end(key)
         return plan
+
+    def _drop_old_plans(self) -> None:
+        """Close plans until what is kept is within its bounds; the newest one stays."""
+        nbytes = sum(plan.held_bytes for plan in self.plans.values())
+        while len(self.plans) > 1 and (
+            len(self.plans) > self.max_plans or nbytes > self.max_plan_bytes
+        ):
+            plan = self.plans.popitem(last=False)[1]
+            nbytes -= plan.held_bytes
+            plan.close()
 
     def clear_plans(self) -> None:
         """Free every cached plan and the working memory they share."""
@@ -191,6 +202,15 @@ class CpuDevice(GgmlDevice):
             self._working = allocate((max(size, 1),), np.dtype(np.uint8))
         return self._working.pointer
 
+    def _drop_old_plans(self) -> None:
+        count = len(self.plans)
+        super()._drop_old_plans()
+        if self._working is not None and len(self.plans) < count:
+            needed = max(plan.working_bytes for plan in self.plans.values())
+            if 2 * needed < self._working.array.nbytes:  # it was for a plan that is gone
+                self._working = None
+                self.epoch += 1
+
     def upload(self, array: np.ndarray, dtype: DType) -> HostStorage:
         storage = allocate(array.shape, dtype.stored)
         storage.array[...] = dtype.encode(array)
@@ -232,7 +252,7 @@ class CpuDevice(GgmlDevice):
         if n_threads != self._active_threads:
             lib.ggml_backend_cpu_set_n_threads(self._backend, n_threads)
             self._active_threads = n_threads
-        lib.pg_begin_run()
+        lib.pg_begin_run(graph)
         try:
             status = lib.ggml_backend_graph_compute(self._backend, graph)
         finally:  # Python raises KeyboardInterrupt as soon as the call returns

@@ -7,12 +7,15 @@ later run; everything in between lives in the device's working buffer, which all
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+from . import _ffi
 from ._ffi import ffi, lib
+from .device import _devices
 from .errors import DeviceMemoryError
-from .graph import Source
-from .lowering import GgmlTensor, Lowering
+from .graph import Node, Source, state
+from .lowering import GgmlTensor, Lowering, shape_of
 from .plan import Program, Step
 from .remat import work_of
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 
 TENSORS_PER_STEP = 4  # a first guess; a program that needs more is built again with twice as many
 SPARE_TENSORS = 64  # more than any single op makes
+BYTES_PER_STEP = 200  # of Python objects that stand for one, roughly
 
 
 class _TooSmall(Exception):
@@ -43,6 +47,8 @@ class GgmlPlan:
                 break
             except _TooSmall:
                 capacity *= 2
+            finally:
+                state.lowering = None
         self.epoch = -1  # of the device's working buffer when this plan got its places in it
 
     def _build(self, program: Program, capacity: int) -> None:
@@ -57,6 +63,7 @@ class GgmlPlan:
         self.graph = lib.ggml_new_graph_custom(self.context, capacity, False)
         full = size - SPARE_TENSORS * lib.ggml_tensor_overhead()
 
+        self.nodes: list[tuple[int, Node]] = []  # and the first place of each in the graph
         self._commits = False  # whether the graph says when it begins to change sources
         b = Lowering(self.context, self.graph, self.device.own_kernels, self.device.tiled_copies)
         made: dict[Step, GgmlTensor] = {}
@@ -75,6 +82,8 @@ class GgmlPlan:
                 self._commits = True
             inputs = [made[i] for i in step.inputs]
             first = lib.ggml_graph_n_nodes(self.graph)
+            self.nodes.append((first, node))
+            state.lowering = node
             made[step] = b.add(node.op.lower(b, *inputs, **dict(node.settings)))
             self._lowered(step, first)
 
@@ -176,6 +185,10 @@ class GgmlPlan:
             self._bound = [0] * len(self.input_tensors)
             return self._planned_bytes()
 
+    @property
+    def held_bytes(self) -> int:
+        return lib.ggml_get_mem_size(self.context) + BYTES_PER_STEP * len(self.nodes)
+
     def _planned_bytes(self) -> int:
         """Return what an allocator of its own would reserve for the tensors without address."""
         allocator = lib.ggml_gallocr_new(self.device.buffer_type)
@@ -188,6 +201,35 @@ class GgmlPlan:
         if self.context is not None:
             ffi.release(self.context)
             self.context = self.graph = None
+
+
+def _describe_work() -> str | None:
+    """Say what this thread builds, or else what runs: for the report when ggml ends the process."""
+    if state.lowering is not None:
+        return f"while building {_describe(state.lowering)}"
+    graph, index = lib.pg_running_graph(), lib.pg_running_node()
+    if index < 0:
+        return None
+    tensor = lib.ggml_graph_node(graph, index)
+    text = (
+        f"while running node {index} of {lib.ggml_graph_n_nodes(graph)}, "
+        f"{ffi.string(lib.ggml_op_desc(tensor)).decode()} {shape_of(tensor)}"
+    )
+    for device in list(_devices.values()):
+        for plan in list(device.plans.values()):
+            if isinstance(plan, GgmlPlan) and plan.graph == graph:
+                node = max((item for item in plan.nodes if item[0] <= index), key=itemgetter(0))[1]
+                text += f", of {_describe(node)}"
+    return text
+
+
+def _describe(node: Node) -> str:
+    inputs = ", ".join(str(list(parent.shape)) for parent in node.inputs)
+    file, line = node.line
+    return f"{node.op.name}({inputs}), recorded first in {file}, line {line}"
+
+
+_ffi.describe_work = _describe_work
 
 
 class CpuPlan(GgmlPlan):

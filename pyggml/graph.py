@@ -429,6 +429,7 @@ class State(threading.local):
         self.device: Device | None = None  # None: the process-wide default
         self.frames: dict[Device, Frame] = {}
         self.frame = NOWHERE  # the one used last
+        self.lowering: Node | None = None  # what is being made into nodes of a ggml graph
 
     def open_frame(self, device: Device) -> Frame:
         """Return this thread's frame for a device, a fresh one if the last has ended."""

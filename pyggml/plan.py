@@ -150,6 +150,10 @@ class Plan(Protocol):
     def working_bytes(self) -> int:
         """Memory for what lies between inputs and outputs."""
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory that the plan itself takes for as long as it is kept."""
+
     def close(self) -> None:
         """Free what the plan holds; harmless when repeated."""
 

@@ -54,6 +54,9 @@ class ReferenceDevice(Device):
         return ReferencePlan(program, self)
 
 
+BYTES_PER_STEP = 500  # of a program's Python objects, roughly
+
+
 def _rounded(array: np.ndarray, dtype: DType) -> np.ndarray:
     """Return the nearest values that a half type has; for other types the array itself."""
     return dtype.decode(dtype.encode(array)) if dtype.is_half else array
@@ -111,6 +114,10 @@ class ReferencePlan:
             prod(step.node.shape) * self.device.numpy_dtype(step.node.dtype).itemsize
             for step in self.program.steps
         )
+
+    @property
+    def held_bytes(self) -> int:
+        return BYTES_PER_STEP * (len(self.program.steps) + len(self.program.effects))
 
     def close(self) -> None:
         pass

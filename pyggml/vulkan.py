@@ -309,6 +309,14 @@ class VulkanPlan(GgmlPlan):
         else:
             self.device.compute_scheduled(self._scheduler, self.graph)
 
+    @property
+    def held_bytes(self) -> int:
+        nbytes = super().held_bytes
+        if self._scheduler is not None:
+            for backend in (self.device._backend, self.device._cpu):
+                nbytes += lib.ggml_backend_sched_get_buffer_size(self._scheduler, backend)
+        return nbytes
+
     def close(self) -> None:
         if self._scheduler is not None:
             if not self.device.keeps_buffers:

@@ -10,6 +10,7 @@ import pytest
 
 import pyggml as pg
 from pyggml import ag, graph, nn, optim
+from pyggml._ffi import lib
 
 
 @pytest.fixture
@@ -103,6 +104,56 @@ def test_the_plan_cache_is_bounded(cpu, monkeypatch):
     for n in range(1, 20):
         assert ag.sum(ag.tensor(np.ones(n)) * 2.0).item() == 2.0 * n
     assert len(cpu.plans) == 5
+
+
+def test_the_plan_cache_is_bounded_in_bytes_too(cpu, monkeypatch):
+    def sums(count):
+        for n in range(1, count + 1):
+            assert ag.sum(ag.tensor(np.ones(n)) * 2.0).item() == 2.0 * n
+
+    cpu.clear_plans()
+    sums(1)
+    (one,) = [plan.held_bytes for plan in cpu.plans.values()]
+    monkeypatch.setattr(cpu, "max_plan_bytes", 3 * one)
+    sums(10)
+    newest = list(cpu.plans)[-3:]
+    assert list(cpu.plans) == newest and len(newest) == 3
+    monkeypatch.setattr(cpu, "max_plan_bytes", 0)
+    sums(2)
+    assert len(cpu.plans) == 1  # what runs is kept, however large it is
+
+
+def test_a_plan_counts_the_bytes_of_its_graph(cpu):
+    def bytes_of_chain(length):
+        cpu.clear_plans()
+        x = ag.tensor([1.0])
+        for _ in range(length):
+            x = ag.tanh(x)
+        x.numpy()
+        (plan,) = cpu.plans.values()
+        assert plan.held_bytes > lib.ggml_used_mem(plan.context)
+        return plan.held_bytes
+
+    per_node = (bytes_of_chain(3000) - bytes_of_chain(1000)) / 2000
+    assert per_node > lib.ggml_tensor_overhead()
+
+
+def test_the_working_buffer_shrinks_when_the_plan_that_needed_it_goes(cpu, monkeypatch):
+    cpu.clear_plans()
+    monkeypatch.setattr(cpu, "max_plans", 2)
+
+    def run(n):
+        x = ag.tensor(np.ones(n))
+        return ag.sum(ag.tanh(x) * ag.exp(x)).item()
+
+    first = run(1_000_000)
+    large = cpu._working.array.nbytes
+    run(1_000)
+    assert cpu._working.array.nbytes == large
+    run(2_000)  # the large plan goes
+    run(1_000)
+    assert cpu._working.array.nbytes < large / 100
+    assert run(1_000_000) == first
 
 
 def test_the_node_table_is_bounded_and_clearing_it_loses_no_value(monkeypatch):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from small_fit import make, run, without_times
@@ -194,3 +195,16 @@ def test_a_generator_of_the_models_own_is_part_of_the_state(tmp_path):
     other = pg.Generator(2)
     run(1, state_path=path, generator=other, resume=True)
     assert other.state() == {"seed": 1, "draws": 1}
+
+
+def test_a_run_that_is_killed_twice_ends_as_if_nothing_had_happened():
+    soak = Path(__file__).with_name("soak") / "soak.py"
+    done = subprocess.run(
+        [sys.executable, soak, "--short", "--threads", "1"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(" equal\n") == 3
+    assert "\n2 kills; " in done.stdout

@@ -7,9 +7,14 @@ stored, and the caller of the C function picks it up.
 import atexit
 import collections
 import ctypes
+import faulthandler
 import importlib.util
+import os
 import re
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -142,13 +147,41 @@ def pg_on_log(level: int, text: Any, user_data: Any) -> None:
         _errors.append(line)
 
 
+describe_work: Callable[[], str | None] | None = None
+"""Says what is being built or run, in one line; set by pyggml.ggml_plan."""
+
+
+_aborting = threading.Lock()
+
+
+@ffi.def_extern()
+def pg_on_abort(message: Any) -> None:
+    """Say where the program is: ggml ends the process when this returns."""
+    if not _aborting.acquire(blocking=False):
+        time.sleep(10)  # another worker failed too: what that one says comes first, and is enough
+
+    def write(line: str) -> None:
+        os.write(2, f"pyggml: {line}\n".encode(errors="replace"))  # whatever sys.stderr may be
+
+    write(f"ggml ends this process: {ffi.string(message).decode(errors='replace')}")
+    try:
+        work = describe_work() if describe_work else None
+        if work:
+            write(work)
+        write("please report these lines, with what `python -m pyggml` prints")
+    finally:
+        faulthandler.dump_traceback(2, all_threads=True)
+
+
 def _close() -> None:
-    # ggml may log while the process ends, when no Python code can run any more.
+    # ggml may log or fail while the process ends, when no Python code can run any more.
     lib.ggml_log_set(ffi.NULL, ffi.NULL)
+    lib.ggml_set_abort_callback(ffi.NULL)
 
 
 def _open() -> None:
     lib.ggml_log_set(lib.pg_on_log, ffi.NULL)
+    lib.ggml_set_abort_callback(lib.pg_on_abort)
     atexit.register(_close)
     lib.pg_use_single_threaded_blas()
     if _cpu_variant is not None:  # a portable build: its backends are plug-ins

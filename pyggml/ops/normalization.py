@@ -85,7 +85,9 @@ def _sums(
     outer, inner, run = layout
     if statistics == ffi.NULL:
         return ffi.NULL
-    return b.once(lib.pg_norm_sums, b.ctx, g, x, statistics, outer, inner, run if weights else inner)
+    return b.once(
+        lib.pg_norm_sums, b.ctx, g, x, statistics, outer, inner, run if weights else inner
+    )
 
 
 def _on_rows(

@@ -63,20 +63,48 @@ struct ggml_tensor * pg_commit(struct ggml_context * ctx) {
     return ggml_custom_4d(ctx, GGML_TYPE_F32, 1, 1, 1, 1, NULL, 0, run_commit, 1, NULL);
 }
 
-void pg_begin_run(void) {
+/* The run that began last, for the report of one that ggml ends: its graph, and how many of its nodes are done. Any of ggml's
+ * workers may end it, so these are not marks of a thread. */
+static struct ggml_cgraph * running;
+static volatile int         n_done;
+
+void pg_begin_run(struct ggml_cgraph * graph) {
     committed = false;
+    running   = graph;
+    n_done    = 0;
 }
 
 bool pg_has_committed(void) {
     const bool answer = committed;
     committed = false;
+    running   = NULL;
     return answer;
+}
+
+static bool takes_time(enum ggml_op op) { /* ggml does not call pg_poll after the others */
+    return op != GGML_OP_NONE && op != GGML_OP_RESHAPE && op != GGML_OP_TRANSPOSE && op != GGML_OP_VIEW && op != GGML_OP_PERMUTE;
+}
+
+struct ggml_cgraph * pg_running_graph(void) {
+    return running;
+}
+
+int pg_running_node(void) {
+    int       skip = n_done;
+    const int n    = running == NULL ? 0 : ggml_graph_n_nodes(running);
+    for (int i = 0; i < n; i++) {
+        if (takes_time(ggml_graph_node(running, i)->op) && skip-- == 0) {
+            return i;
+        }
+    }
+    return -1;
 }
 
 extern int pg_on_poll(void); /* Python, in _ffi/__init__.py: runs pending signal handlers; true to stop */
 
 bool pg_poll(void * poll_ms) {
     static _Thread_local int64_t next;
+    n_done = n_done + 1;
     if (committed) {
         return false;
     }

@@ -206,11 +206,16 @@ void pg_use_single_threaded_blas(void);
 const char * pg_blas_description(void);
 
 /* A node that marks where a graph begins to change its inputs in place. From there on the run is not stopped any more, so that
- * an update is made whole or not at all. pg_begin_run comes before each run; pg_has_committed tells, once,
+ * an update is made whole or not at all. pg_begin_run comes before each run; pg_has_committed comes after it, and tells, once,
  * whether the node was met. */
 struct ggml_tensor * pg_commit(struct ggml_context * ctx);
-void pg_begin_run(void);
+void pg_begin_run(struct ggml_cgraph * graph);
 bool pg_has_committed(void);
+
+/* The graph that runs now, or NULL, and the index of the node in it that the calling worker computes, or -1. Workers are at most
+ * one node apart. */
+struct ggml_cgraph * pg_running_graph(void);
+int pg_running_node(void);
 
 /* ggml's abort callback: every poll_ms milliseconds it lets Python look at its signals (pg_on_poll), and stops the run when
  * that returns true. */
