@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import time
 
-from common import describe, flag_parser, positive, write_json
+from common import begin, flag_parser, positive, write_json
 
-import pyggml as pg
 from pyggml import ag
 
 COLUMNS = ["record", "backward", "plan and run", "record again", "backward again", "run again"]
@@ -41,8 +40,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=positive, nargs="+", default=[500, 2_500, 10_000],
                         metavar="N", help="chain lengths, each of two ops")  # fmt: skip
     args = parser.parse_args()
-    pg.set_num_threads(args.threads)
-    about = describe(args.threads)
+    about = begin(args)
     print("microseconds an op\n   ops " + "".join(f"{name:>15}" for name in COLUMNS))
     rows = []
     for length in args.lengths:

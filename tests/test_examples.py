@@ -395,8 +395,16 @@ def test_readme_links_lead_to_files() -> None:
 @pytest.mark.parametrize(
     ("name", "flags", "said"),
     [
-        ("bench_mlp.py", ["--rounds", "1", "--steps", "2"], "784-512-512-10"),
-        ("bench_memory.py", ["--steps", "5", "10"], "working memory"),
+        (
+            "bench_models.py",
+            ["--peers", "PyTorch", "--workloads", "mlp-small", "lstm", "--budget", "0.1"],
+            "LSTM 128, 50 steps",
+        ),
+        (
+            "bench_memory.py",
+            ["--peers", "--steps", "5", "10", "--largest", "mlp-small"],
+            "working memory",
+        ),
     ],
 )
 def test_benchmark_runs(tmp_path: Path, name: str, flags: list[str], said: str) -> None:
