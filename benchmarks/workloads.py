@@ -33,7 +33,7 @@ class Mlp(NamedTuple):
         return x, rng.integers(self.sizes[-1], size=count)
 
     def flops(self, batch: int) -> tuple[int, int]:
-        """Return the operations of the products in a forward pass, and the first layer's share."""
+        """Return a forward pass's operations in products; of those, what has no input gradient."""
         layers = [2 * batch * inputs * outputs for inputs, outputs in pairwise(self.sizes)]
         return sum(layers), layers[0]
 
@@ -60,7 +60,7 @@ class Gpt(NamedTuple):
         return text[:, :-1].astype(np.int32), text[:, 1:]
 
     def flops(self, batch: int) -> tuple[int, int]:
-        """Return the operations of the products in a forward pass, and the first layer's share."""
+        """Return a forward pass's operations in products; of those, what has no input gradient."""
         tokens = batch * self.context
         layer = 2 * tokens * 12 * self.width**2 + 4 * tokens * self.context * self.width
         return self.layers * layer + 2 * tokens * self.width * self.vocabulary, 0
@@ -89,7 +89,7 @@ class Cnn(NamedTuple):
         return self.channels[1] * (self.size // 4) ** 2
 
     def flops(self, batch: int) -> tuple[int, int]:
-        """Return the operations of the products in a forward pass, and the first layer's share."""
+        """Return a forward pass's operations in products; of those, what has no input gradient."""
         first, second = self.channels
         layers = [
             2 * batch * 9 * first * self.size**2,
@@ -124,10 +124,11 @@ class Lstm(NamedTuple):
         return x, rng.integers(self.classes, size=count)
 
     def flops(self, batch: int) -> tuple[int, int]:
-        """Return the operations of the products in a forward pass, and the first layer's share."""
+        """Return a forward pass's operations in products; of those, what has no input gradient."""
         inputs = 2 * batch * self.steps * self.features * 4 * self.hidden
-        states = 2 * batch * self.steps * self.hidden * 4 * self.hidden
-        return inputs + states + 2 * batch * self.hidden * self.classes, inputs
+        a_state = 2 * batch * self.hidden * 4 * self.hidden
+        head = 2 * batch * self.hidden * self.classes
+        return inputs + self.steps * a_state + head, inputs + a_state
 
     def build(self) -> nn.Module:
         """Return the network in pyggml."""
@@ -194,7 +195,7 @@ class Workload:
         return self.net.build().state_dict()
 
     def training_flops(self) -> int:
-        """Return the operations of the products in a step: no gradient of the data is needed."""
+        """Return the operations of the products in a step: each has two in the backward pass."""
         forward, first = self.net.flops(self.batch)
         return 3 * forward - first
 
