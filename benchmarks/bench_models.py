@@ -78,16 +78,17 @@ def measure(name: str, mode: str, peers: dict[str, Any], args: Any) -> dict[str,
         results = {engine: action(0) for engine, action in actions.items()}
     apart = check(results, f"{workload.title}, {mode}")
 
-    in_python: list[float] = []
-
-    def counted(i: int) -> None:
-        start = perf_counter()
-        with seconds_in_ggml(args.device) as seconds:
-            actions["pyggml"](i)
-        in_python.append(perf_counter() - start - sum(seconds))
-
     taken = take_turns(actions, rounds=args.rounds, turn=args.turn, budget=args.budget)
-    take_turns({"counted": counted}, rounds=3, turn=args.turn, budget=args.budget / 10)
+    in_python: list[float] = []
+    with seconds_in_ggml(args.device) as in_ggml:
+
+        def counted(i: int) -> None:
+            in_ggml.clear()
+            start = perf_counter()
+            actions["pyggml"](i)
+            in_python.append(perf_counter() - start - sum(in_ggml))
+
+        take_turns({"counted": counted}, rounds=3, turn=args.turn, budget=args.budget / 10)
 
     figures = summary(name, workload, mode, taken)
     figures["apart"] = apart

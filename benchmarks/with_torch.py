@@ -85,7 +85,8 @@ class TorchEngine:
     nets = tuple(NETS)
 
     def __init__(self, net: Net, weights: Weights, *, training: bool = True) -> None:
-        self.model = NETS[type(net)](net)
+        # Channels last is the faster order for convolutions on the CPU; other layers have no say.
+        self.model = NETS[type(net)](net).to(memory_format=torch.channels_last)
         self.model.load_state_dict({name: torch.tensor(w) for name, w in weights.items()})
         self.model.train(training)
         self.opt = torch.optim.AdamW(
