@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # What the installed package is made from; the Python files themselves are used from here.
 INPUTS := pyproject.toml build_ggml.py pyggml/_version.py $(wildcard pyggml/_ffi/kernels/*)
 
-.PHONY: help demo examples test lint docs bench vulkan-deps build clean
+.PHONY: help demo examples test lint docs bench bench-check vulkan-deps build clean
 .DELETE_ON_ERROR:
 
 help:
@@ -18,7 +18,8 @@ help:
 	@echo "make test      run the tests"
 	@echo "make lint      check style and types"
 	@echo "make docs      build the documentation into site/; a warning is an error"
-	@echo "make bench     measure against PyTorch (installs it)"
+	@echo "make bench     measure against PyTorch and JAX (installs both); results in results/"
+	@echo "make bench-check  fail if pyggml has become slower beside them; FLAGS=--quick for minutes"
 	@echo "make vulkan-deps  install what building for Vulkan needs (Debian, Ubuntu)"
 	@echo "make build     build the native part into pyggml/_ffi, and a wheel into dist/"
 	@echo "make clean     remove what was built here (the cache stays: see python build_ggml.py --help)"
@@ -68,7 +69,11 @@ docs: $(VENV)/docs
 
 bench: $(VENV)/bench
 	@echo "make: running the benchmarks; other work on this machine spoils them"
-	@set -e; for file in benchmarks/bench_*.py; do echo "make: $$file"; $(RUN) $$file; done
+	@$(RUN) benchmarks/run.py --json results/bench.json --png results/bench.png $(FLAGS)
+
+bench-check: $(VENV)/bench
+	@echo "make: comparing with the floors; other work on this machine spoils it"
+	@$(RUN) benchmarks/run.py --check benchmarks/floors.json $(FLAGS)
 
 vulkan-deps:
 	@$(PYTHON) tools/vulkan_deps.py

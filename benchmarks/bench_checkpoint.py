@@ -15,11 +15,10 @@ import subprocess
 import sys
 import time
 from math import isqrt
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import describe, flag_parser, positive, write_json
+from common import begin, flag_parser, forget_peak, positive, status_of, write_json
 
 import pyggml as pg
 from pyggml import ag
@@ -46,21 +45,6 @@ STACKS = {
     "chain": (chain_weights, (CHAIN_BATCH, CHAIN_WIDTH)),
     "transformer": (transformer_weights, (BATCH, TOKENS, WIDTH)),
 }
-
-
-def status_of(name: str) -> int:
-    """Return a size of this process in KiB, from Linux's /proc."""
-    text = Path("/proc/self/status").read_text(encoding="ascii")
-    return int(text.split(f"{name}:")[1].split()[0])
-
-
-def forget_peak() -> int:
-    """Let the resident peak count from now on; return what is resident now, in KiB.
-
-    (getrusage would not do: its peak is inherited from the process that started this one.)
-    """
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    return status_of("VmRSS")
 
 
 def run_pyggml(stack: str, depth: int, segment: int, steps: int) -> dict[str, float]:
@@ -117,7 +101,7 @@ def run_pyggml(stack: str, depth: int, segment: int, steps: int) -> dict[str, fl
     peak = status_of("VmHWM") - before
     return {
         "planned": planned[0] / 2**20,
-        "resident": peak / 2**10,
+        "resident": peak / 2**20,
         "seconds": statistics.median(times[1:]),
         "loss": float(loss.item()),
     }
@@ -170,14 +154,14 @@ def run_torch(stack: str, depth: int, segment: int, steps: int) -> dict[str, flo
         loss = step().item()
         times.append(time.perf_counter() - start)
     peak = status_of("VmHWM") - before
-    return {"resident": peak / 2**10, "seconds": statistics.median(times[1:]), "loss": loss}
+    return {"resident": peak / 2**20, "seconds": statistics.median(times[1:]), "loss": loss}
 
 
 def run_case(args: argparse.Namespace, engine: str, stack: str, depth: int, segment: int) -> Any:
     """Run one case in a process of its own."""
     case = [engine, stack, str(depth), str(segment)]
     command = [sys.executable, __file__, "--case", *case, "--steps", str(args.steps)]
-    command += ["--threads", str(args.threads)]
+    command += ["--threads", str(args.threads), "--device", args.device]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -190,8 +174,9 @@ def main() -> None:
     parser.add_argument("--stacks", nargs="+", default=list(STACKS), choices=list(STACKS))
     parser.add_argument("--case", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    pg.set_num_threads(args.threads)
     if args.case:
+        pg.set_device(args.device)
+        pg.set_num_threads(args.threads)
         engine, stack, depth, segment = args.case
         if engine == "torch":
             import torch
@@ -201,12 +186,12 @@ def main() -> None:
         print(json.dumps(run(stack, int(depth), int(segment), args.steps)))
         return
 
-    about = describe(args.threads)
+    about = begin(args)
     try:
         import torch
 
-        engines = ["pyggml", "torch"]
-        print(f"PyTorch {torch.__version__}\n")
+        engines = ["pyggml", "torch"] if args.device == "cpu" else ["pyggml"]
+        print(f"PyTorch:       {torch.__version__}\n")
     except ImportError:
         engines = ["pyggml"]
     rows: list[dict[str, Any]] = []

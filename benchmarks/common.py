@@ -1,86 +1,36 @@
-"""What the benchmarks share: networks, data, the training step, the machine's name."""
+"""What the benchmarks share: flags, peers, the schedule of turns, and the file of numbers."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
-from itertools import pairwise
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 import pyggml as pg
-from pyggml import ag, nn, optim
 from pyggml.__main__ import report
+from pyggml.device import Device, resolve_device
 
-LEARNING_RATE, WEIGHT_DECAY = 1e-3, 1e-2
+WARM_UP_STEPS = 5  # at most, at the start of each turn: caches filled, threads awake
+PAUSE = 0.02  # seconds before each turn: the other's idle threads stop looking for work
 
-Batch = tuple[np.ndarray, np.ndarray]  # x (batch, features) float32, labels (batch,) int64
-Weights = list[tuple[np.ndarray, np.ndarray]]  # of each layer: weight (out, in), bias (out,)
-
-
-class Mlp(NamedTuple):
-    """The sizes of a multi-layer perceptron, and of the batches that it is trained on."""
-
-    sizes: tuple[int, ...]
-    batch: int
-
-    @property
-    def name(self) -> str:
-        """The sizes, as in 64-128-10."""
-        return "-".join(map(str, self.sizes))
-
-    def weights(self) -> Weights:
-        """Return the same first weights every time."""
-        rng = np.random.default_rng(0)
-        layers = []
-        for inputs, outputs in pairwise(self.sizes):
-            bound = inputs**-0.5
-            shapes = (outputs, inputs), (outputs,)
-            weight, bias = (rng.uniform(-bound, bound, shape) for shape in shapes)
-            layers.append((weight.astype(np.float32), bias.astype(np.float32)))
-        return layers
-
-    def batches(self, count: int) -> list[Batch]:
-        """Return the same batches of random numbers every time."""
-        rng = np.random.default_rng(1)
-        features, classes = self.sizes[0], self.sizes[-1]
-        return [
-            (
-                rng.standard_normal((self.batch, features), dtype=np.float32),
-                rng.integers(classes, size=self.batch),
-            )
-            for _ in range(count)
-        ]
+# Of each peer: the module with its engines, the engine's name, and what installs it.
+PEERS = {
+    "PyTorch": ("with_torch", "TorchEngine", "pip install torch"),
+    "torch.compile": ("with_torch", "CompiledEngine", "pip install torch"),
+    "JAX": ("with_jax", "JaxEngine", "pip install jax optax"),
+}
 
 
-LARGE = Mlp((784, 512, 512, 10), 128)
-MIDDLE = Mlp((64, 256, 256, 10), 256)
-SMALL = Mlp((64, 128, 10), 32)
-
-
-class PyggmlTrainer:
-    """An MLP and its optimizer in pyggml."""
-
-    def __init__(self, weights: Weights) -> None:
-        layers: list[nn.Module] = []
-        for weight, bias in weights:
-            linear = nn.Linear(weight.shape[1], weight.shape[0])
-            linear.load_state_dict({"weight": weight, "bias": bias})
-            layers += [linear, nn.ReLU()]
-        self.model = nn.Sequential(*layers[:-1])
-        self.opt = optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-
-    def step(self, x: np.ndarray, labels: np.ndarray) -> float:
-        """Train on one batch and return its loss."""
-        self.opt.zero_grad()
-        with ag.grad_tape():
-            loss = ag.softmax_cross_entropy(self.model(ag.tensor(x)), labels)
-        ag.backward(loss)
-        self.opt.step()
-        return float(loss.item())
+# ---- flags ---------------------------------------------------------------------------------------
 
 
 def flag_parser(description: str | None) -> argparse.ArgumentParser:
@@ -91,8 +41,16 @@ def flag_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--threads", type=positive, default=pg.get_num_threads(), metavar="N", help="CPU threads"
     )
+    parser.add_argument("--device", default="cpu", metavar="NAME",
+                        help="where pyggml computes; peers only on the CPU")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
     return parser
+
+
+def peer_flag(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that chooses peers."""
+    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS),
+                        metavar="NAME", help=f"which of {', '.join(PEERS)} to measure")  # fmt: skip
 
 
 def positive(text: str) -> int:
@@ -102,21 +60,148 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def describe(threads: int, **more: str) -> dict[str, str]:
-    """Print, and return, what the numbers depend on: versions, CPU, threads, and more."""
+def begin(args: argparse.Namespace) -> dict[str, str]:
+    """Set device and threads as the flags say; print and return what the numbers depend on."""
+    pg.set_device(args.device)
+    pg.set_num_threads(args.threads)
     known = dict(report())
     labels = "pyggml", "ggml", "BLAS", "Python", "platform", "CPU"
-    about = {label: known[label] for label in labels} | more
-    about["threads"] = f"{threads} used, {known['threads']}"
+    about = {label: known[label] for label in labels}
+    about["threads"] = f"{args.threads} used, {known['threads']}"
+    about["device"] = args.device
     for label, text in about.items():
-        print(f"{label + ':':<10}{text}")
-    print()
+        print(f"{label + ':':<15}{text}")
     return about
+
+
+def find_peers(args: argparse.Namespace, about: dict[str, str]) -> dict[str, Any]:
+    """Return the engine of each wanted peer that is installed, and say which ones are not."""
+    peers = {}
+    for name in args.peers if args.device == "cpu" else []:
+        module_name, engine, how = PEERS[name]
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            print(f"{name + ':':<15}left out, for {error.name} is not installed: {how}")
+            continue
+        module.set_threads(args.threads)
+        peers[name] = getattr(module, engine)
+        about[name] = module.VERSION
+        print(f"{name + ':':<15}{module.VERSION}")
+    print(flush=True)
+    return peers
+
+
+# ---- time ----------------------------------------------------------------------------------------
+
+
+def take_turns(
+    actions: dict[str, Callable[[int], Any]], *, rounds: int, turn: float, budget: float
+) -> dict[str, list[np.ndarray]]:
+    """Time actions in short turns, in an order that changes in each round.
+
+    An action gets the number of the call. A turn lasts about ``turn`` seconds, and has a few calls
+    before it that are not counted. There are fewer rounds, but at least three, where all would take
+    longer than ``budget`` seconds. Returns each action's turns, in seconds a call.
+    """
+    calls, warm_up = {}, {}
+    a_round = 0.0
+    for name, action in actions.items():
+        action(0)
+        start = time.perf_counter()
+        action(1)
+        seconds = time.perf_counter() - start
+        calls[name] = min(1000, max(1, round(turn / seconds)))
+        warm_up[name] = min(WARM_UP_STEPS, calls[name])
+        a_round += PAUSE + seconds * (calls[name] + warm_up[name])
+    rounds = min(rounds, max(3, int(budget / a_round)))
+
+    taken: dict[str, list[np.ndarray]] = {name: [] for name in actions}
+    rng = np.random.default_rng(0)
+    for _ in range(rounds):
+        for name in rng.permutation(list(actions)):
+            time.sleep(PAUSE)
+            seconds_each = []
+            for i in range(-warm_up[name], calls[name]):
+                start = time.perf_counter()
+                actions[name](i)
+                seconds_each.append(time.perf_counter() - start)
+            taken[name].append(np.array(seconds_each[warm_up[name] :]))
+    return taken
+
+
+def quartiles(values: Any, scale: float = 1.0) -> list[float]:
+    """Return the lower quartile, the median and the upper quartile."""
+    return [scale * float(value) for value in np.percentile(values, [25, 50, 75])]
+
+
+def times(turns: list[np.ndarray]) -> list[float]:
+    """Return the quartiles of all calls of an action, in microseconds."""
+    return quartiles(np.concatenate(turns), 1e6)
+
+
+def ratios(ours: list[np.ndarray], theirs: list[np.ndarray]) -> list[float]:
+    """Return the quartiles of their time over ours, taken in each round."""
+    pairs = zip(ours, theirs, strict=True)
+    return quartiles([np.median(their) / np.median(our) for our, their in pairs])
+
+
+def spread(values: list[float] | None, digits: int = 0) -> str:
+    """Write quartiles as: median (lower to upper)."""
+    if values is None:
+        return "-"
+    low, middle, high = (f"{value:.{digits}f}" for value in values)
+    return f"{middle} ({low} to {high})"
+
+
+@contextmanager
+def seconds_in_ggml(device: Device | str) -> Iterator[list[float]]:
+    """Yield a list that gets the seconds of every run of a ggml graph on a device."""
+    seconds: list[float] = []
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*arguments)
+            finally:
+                seconds.append(time.perf_counter() - start)
+
+        return call
+
+    kind = type(resolve_device(device))
+    with ExitStack() as stack:
+        for name in "compute", "compute_scheduled":
+            if hasattr(kind, name):
+                stack.enter_context(patch.object(kind, name, timed(getattr(kind, name))))
+        yield seconds
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def status_of(name: str) -> int:
+    """Return a size of this process in bytes, from Linux's /proc."""
+    text = Path("/proc/self/status").read_text(encoding="ascii")
+    return 1024 * int(text.split(f"{name}:")[1].split()[0])
+
+
+def forget_peak() -> int:
+    """Let the resident peak, VmHWM, count from now on; return the bytes resident now.
+
+    (getrusage would not do: its peak is inherited from the process that started this one.)
+    """
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return status_of("VmRSS")
+
+
+# ---- files ---------------------------------------------------------------------------------------
 
 
 def write_json(path: Path | None, numbers: dict[str, Any]) -> None:
     """Write numbers beside path, then put the complete file in its place."""
     if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f".{os.getpid()}-{path.name}")
         beside.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
         os.replace(beside, path)

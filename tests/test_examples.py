@@ -1,4 +1,4 @@
-"""The examples, the README's first example and the benchmarks run, and do what they say."""
+"""The examples and the README's first example run, and do what they say."""
 
 from __future__ import annotations
 
@@ -387,21 +387,3 @@ def test_readme_names_only_what_there_is() -> None:
 def test_readme_links_lead_to_files() -> None:
     for link in re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text()):
         assert (ROOT / link).exists(), link
-
-
-# ---- benchmarks ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "flags", "said"),
-    [
-        ("bench_mlp.py", ["--rounds", "1", "--steps", "2"], "784-512-512-10"),
-        ("bench_memory.py", ["--steps", "5", "10"], "working memory"),
-    ],
-)
-def test_benchmark_runs(tmp_path: Path, name: str, flags: list[str], said: str) -> None:
-    path = ROOT / "benchmarks" / name
-    done = run(path, "--threads", 1, "--json", "out.json", *flags, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert said in done.stdout
-    assert (tmp_path / "out.json").read_text().startswith("{")
