@@ -7,7 +7,9 @@ later run; everything in between lives in the device's working buffer, which all
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from operator import itemgetter
+from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 
 from . import _ffi
@@ -16,6 +18,7 @@ from .device import _devices
 from .errors import DeviceMemoryError
 from .graph import Node, Source, state
 from .lowering import GgmlTensor, Lowering, shape_of
+from .memory import LARGE
 from .plan import Program, Step
 from .remat import work_of
 
@@ -111,7 +114,10 @@ class GgmlPlan:
         external = [*self.input_tensors, *self.output_tensors]
         self._external = ffi.new("struct ggml_tensor *[]", external)
         self._n_external = len(external)
-        self._bound = [0] * len(self.input_tensors)  # serial numbers of storages
+        self._bound = [0] * self._n_external  # serial numbers of storages
+        sizes = [prod(shape) * dtype.size for shape, dtype in self.output_specs]
+        self._large = [i for i, size in enumerate(sizes) if size >= LARGE]
+        self._kept: list[Any] = [None] * len(sizes)  # storage of small outputs
 
     def _lowered(self, step: Step, first: int) -> None:
         """Look at the graph's nodes from the first on, which are what a step became."""
@@ -129,12 +135,10 @@ class GgmlPlan:
 
     def _point(self, inputs: list[Any], outputs: list[Any]) -> None:
         bound = self._bound
-        for i, storage in enumerate(inputs):
+        for i, storage in enumerate((*inputs, *outputs)):
             if bound[i] != storage.serial:
-                self.input_tensors[i].data = storage.pointer
+                self._external[i].data = storage.pointer
                 bound[i] = storage.serial
-        for tensor, storage in zip(self.output_tensors, outputs, strict=True):
-            tensor.data = storage.pointer
 
     def _allocate(self) -> None:
         """Give every other tensor its place in the working buffer.
@@ -166,9 +170,20 @@ class GgmlPlan:
     def run(self, sources: Sequence[Source], given: Sequence[Source]) -> list[Any]:
         inputs = [sources[index].storage for index in self.input_indices]
         inputs += [source.storage for source in given]
-        outputs = [self.device.empty(shape, dtype) for shape, dtype in self.output_specs]
+        outputs = self._new_outputs()
         self._bind(inputs, outputs)
         self._compute()
+        return outputs
+
+    def _new_outputs(self) -> list[Any]:
+        """Return storage for the outputs: of the small ones that of the last run, if it is free."""
+        kept, empty = self._kept, self.device.empty
+        for i, (shape, dtype) in enumerate(self.output_specs):
+            if getrefcount(kept[i]) > 2:  # held by more than the list and this call, or None
+                kept[i] = empty(shape, dtype)
+        outputs = kept.copy()
+        for i in self._large:  # the device has them sooner
+            kept[i] = None
         return outputs
 
     def _compute(self) -> None:
@@ -182,7 +197,7 @@ class GgmlPlan:
             self.epoch = -1  # to be allocated again
             for i in range(self._n_external):  # any address: these are not ggml's to allocate
                 self._external[i].data = self._external
-            self._bound = [0] * len(self.input_tensors)
+            self._bound = [0] * self._n_external
             return self._planned_bytes()
 
     @property

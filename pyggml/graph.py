@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -353,6 +353,27 @@ class Frame:
         self.nodes[source] = node
         return node
 
+    def bind_all(self, sources: Iterable[Source]) -> list[Node]:
+        """Return the leaf nodes of sources, as bind does for one."""
+        found = []
+        known, index = self.nodes, len(self.sources)
+        for source in sources:
+            node = source.node
+            if (
+                node is None
+                or node.settings[0][1] != index
+                or node.requires_grad is not source.requires_grad
+                or source in known
+            ):
+                node = self.bind(source)
+            else:  # numbered as in the last step
+                self.sources.append(source)
+                self.versions.append(source.version)
+                known[source] = node
+            found.append(node)
+            index = len(self.sources)
+        return found
+
     def is_current(self, source: Source) -> bool:
         """Tell whether a source is still as it was when it was bound, if it was.
 
@@ -400,6 +421,8 @@ def pin(tensor: Tensor) -> None:
 
 def settle_pinned(changed: list[Source], frame: Frame | None = None) -> None:
     """Compute pinned values that wait on sources about to change, but for the frame's own."""
+    if not _pinned:
+        return
     for key, reference in list(_pinned.items()):
         tensor = reference()
         if tensor is None or tensor._source is not None:

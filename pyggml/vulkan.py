@@ -280,15 +280,13 @@ class VulkanPlan(GgmlPlan):
 
     def _point(self, inputs: list[DeviceStorage], outputs: list[DeviceStorage]) -> None:
         bound = self._bound
-        for i, storage in enumerate(inputs):
+        for i, storage in enumerate((*inputs, *outputs)):
             if bound[i] != storage.serial:
                 check_open(storage)
-                self.input_tensors[i].data = storage.pointer
-                self.input_tensors[i].buffer = storage.block.buffer
+                tensor = self._external[i]
+                tensor.data = storage.pointer
+                tensor.buffer = storage.block.buffer
                 bound[i] = storage.serial
-        for tensor, storage in zip(self.output_tensors, outputs, strict=True):
-            tensor.data = storage.pointer
-            tensor.buffer = storage.block.buffer
 
     def _allocate(self) -> None:
         device = self.device

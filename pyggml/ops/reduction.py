@@ -130,6 +130,35 @@ def _sum(x: Tensor, axes: tuple[int, ...], keepdims: bool) -> Tensor:
     return record(SUM, x, axes=axes, keepdims=bool(keepdims)) if axes else x
 
 
+# ---- mean ----------------------------------------------------------------------------------------
+
+
+def _share(sizes: Shape, axes: tuple[int, ...]) -> float:
+    """Return what each element over these axes counts for in their mean."""
+    return 1.0 / prod([sizes[axis] for axis in axes])
+
+
+def _lower_mean(b: Lowering, x: GgmlTensor, *, axes: tuple[int, ...], keepdims: bool) -> GgmlTensor:
+    total = _lower_sum(b, x, axes=axes, keepdims=keepdims)
+    return lib.ggml_scale(b.ctx, total, _share(shape_of(x), axes))
+
+
+def _grad_mean(
+    g: Tensor, out: Tensor, x: Tensor, *, axes: tuple[int, ...], keepdims: bool
+) -> Tensor:
+    share = affine(g, scale=_share(x.shape, axes))
+    return _grad_sum(share, out, x, axes=axes, keepdims=keepdims)
+
+
+MEAN = Op(
+    "mean",
+    shape=_reducing("mean"),
+    lower=_lower_mean,
+    grad=_grad_mean,
+    reference=lambda x, axes, keepdims: np.mean(x, axis=axes, keepdims=keepdims),
+)
+
+
 def mean(x: TensorLike, *, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Return the mean over axes; axis is an int, a tuple, or None for all.
 
@@ -137,10 +166,8 @@ def mean(x: TensorLike, *, axis: Axis = None, keepdims: bool = False) -> Tensor:
     2.5
     """
     x = as_tensor(x, op="mean")
-    shape = x.shape
-    axes = normalize_axes("mean", axis, len(shape))
-    count = prod([shape[a] for a in axes])
-    return affine(_sum(x, axes, keepdims), scale=1.0 / count)
+    axes = normalize_axes("mean", axis, x.ndim)
+    return record(MEAN, x, axes=axes, keepdims=bool(keepdims)) if axes else x
 
 
 def sum_to(x: Tensor, shape: Shape) -> Tensor:

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..autograd import backward
 from ..checks import number_in, positive_integer
+from ..device import Device
 from ..dtypes import float32
 from ..errors import DeviceError, DTypeError, GradError, SettingError, ShapeError
 from ..graph import PLAIN, DerivedCache, Frame, Node, Source, find_node, state
@@ -376,22 +377,23 @@ class Optimizer:
 
     def _table(
         self, pairs: list[tuple[Tensor, Tensor]], float_type: type[np.floating]
-    ) -> tuple[np.ndarray, tuple[str, ...]]:
-        """Return the numbers of each parameter's update, (parameters, numbers), and their names."""
-        places: dict[tuple[Group, int], int] = {}  # of each combination of numbers that differ
+    ) -> tuple[np.ndarray, tuple[str, ...], tuple[int, ...]]:
+        """Return the numbers of updates, (rows, numbers), their names, and each parameter's row.
+
+        Parameters of one group that were updated as often share a row.
+        """
+        row_of: dict[tuple[Group, int], int] = {}
         rows: list[tuple[float, ...]] = []
-        place_of = []
+        chosen = []
         for parameter, _ in pairs:
             key = self._group_of[parameter], self._counts.get(parameter, 0)
-            place = places.get(key)
-            if place is None:
-                place = places[key] = len(rows)
+            row = row_of.get(key)
+            if row is None:
+                row = row_of[key] = len(rows)
                 numbers = self.numbers(self._next_update(*key, float_type))
                 rows.append(tuple(numbers.values()))
-            place_of.append(place)
-        table = np.empty((len(pairs), len(numbers)), float_type)
-        table[...] = rows[0] if len(rows) == 1 else np.array(rows, float_type)[place_of]
-        return table, tuple(numbers)
+            chosen.append(row)
+        return np.array(rows, float_type), tuple(numbers), tuple(chosen)
 
     def _next_update(self, group: Group, made: int, float_type: type[np.floating]) -> Update:
         rate, decay = group.rate(self.t), group.weight_decay
@@ -402,39 +404,38 @@ class Optimizer:
         frame = self._frame_of(pairs)
         device = frame.device
         float_type = device.numpy_dtype(float32).type
-
-        def bind(array: np.ndarray) -> Node:
-            return frame.bind(Source(array.shape, float32, device, device.upload(array, float32)))
-
-        table, names = self._table(pairs, float_type)
-        table_node = bind(table)
-        # The factor of the gradients is an input as well, so that clipping plans nothing anew.
-        is_scaled = scale != 1.0 or self.clip_norm is not None
-        factor = bind(np.array(scale, float_type)) if is_scaled else None
         for parameter, _ in pairs:
             if parameter.device is not device:
                 raise DeviceError(
                     f"{type(self).__name__}: parameters must live on one device; got "
                     f"{device.name} and {parameter.device.name}; use an optimizer for each"
                 )
-            states = self._state.get(parameter)
-            if states is None:
-                self._state[parameter] = self._sources(parameter, self.init_single(parameter))
-            elif states and states[0].device is not device:  # the parameter was moved
-                self._state[parameter] = tuple(source_on(source, device) for source in states)
-        nodes = [
-            (node_in(p, frame), node_in(g, frame), *[frame.bind(s) for s in self._state[p]])
-            for p, g in pairs
-        ]
-        halves = [p for p, _ in pairs if p._at[1].dtype.is_half]
-        for parameter in halves:
-            self._masters[parameter] = current_master(parameter, self._masters.get(parameter))
-        masters = {node_in(p, frame): frame.bind(self._masters[p].value) for p in halves}
-        key = (table_node, factor, self.clip_value, self.decays, *nodes, *masters.values())
+
+        def bind(array: np.ndarray) -> Node:
+            return frame.bind(Source(array.shape, float32, device, device.upload(array, float32)))
+
+        table, names, rows = self._table(pairs, float_type)
+        table_node = bind(table)
+        # The factor of the gradients is an input as well, so that clipping plans nothing anew.
+        is_scaled = scale != 1.0 or self.clip_norm is not None
+        factor = bind(np.array(scale, float_type)) if is_scaled else None
+        parameters = [node_in(parameter, frame) for parameter, _ in pairs]
+        gradients = [node_in(gradient, frame) for _, gradient in pairs]
+        sources = [self._sources_of(parameter, device) for parameter, _ in pairs]
+        states = frame.bind_all([source for listed in sources for source in listed])
+        halves = [parameter for parameter, _ in pairs if parameter._at[1].dtype.is_half]
+        masters = frame.bind_all([self._master_of(parameter) for parameter in halves])
+
+        nodes = (*parameters, *gradients, *states, *masters)
+        key = (table_node, rows, factor, self.clip_value, self.decays, nodes)
         effects = self._effects.get(key)
         if effects is None:
+            master_of = dict(zip((node_in(p, frame) for p in halves), masters, strict=True))
+            rest = iter(states)
+            lists = [[next(rest) for _ in listed] for listed in sources]
+            numbered = list(zip(rows, parameters, gradients, lists, strict=True))
             with state.inside(frame, PLAIN):
-                effects = self._record(frame, nodes, masters, table_node, names, factor)
+                effects = self._record(frame, numbered, master_of, table_node, names, factor)
             self._effects[key] = effects
         first = pairs[0][0]._source
         assert first is not None
@@ -450,17 +451,33 @@ class Optimizer:
                 for parameter, _ in pairs:
                     self._counts[parameter] = self._counts.get(parameter, 0) + 1
 
+    def _sources_of(self, parameter: Tensor, device: Device) -> tuple[Source, ...]:
+        """Return a parameter's state, which is made at its first update and moves with it."""
+        states = self._state.get(parameter)
+        if states is None or (states and states[0].device is not device):
+            if states is None:
+                states = self._sources(parameter, self.init_single(parameter))
+            states = tuple(source_on(source, device) for source in states)
+            self._state[parameter] = states
+        return states
+
+    def _master_of(self, parameter: Tensor) -> Source:
+        """Return the float32 value behind a parameter of a half type."""
+        master = current_master(parameter, self._masters.get(parameter))
+        self._masters[parameter] = master
+        return master.value
+
     def _record(
         self,
         frame: Frame,
-        nodes: list[tuple],
+        nodes: list[tuple[int, Node, Node, list[Node]]],
         masters: dict[Node, Node],
         table: Node,
         names: tuple[str, ...],
         factor: Node | None,
     ) -> tuple[Node, ...]:
         recorded = []
-        for row, (parameter, gradient, *states) in enumerate(nodes):
+        for row, parameter, gradient, states in nodes:
             g = passing(gradient, frame)
             if factor is not None:
                 g = mul(g, passing(factor, frame))
