@@ -47,6 +47,7 @@ OLDEST_VULKAN_HEADERS = (1, 3, 275)
 ROOT = Path(__file__).resolve().parent
 PACKAGE = ROOT / "pyggml" / "_ffi"
 KERNELS = PACKAGE / "kernels"
+RELAX = KERNELS / "ggml_relax.h"  # included in front of ggml's C files
 MODULE_FILE = "_ggml.abi3.so"
 STABLE_ABI = "cp310"  # the module uses only what every Python from 3.10 on has
 IS_MAC = sys.platform == "darwin"
@@ -517,12 +518,17 @@ def build_libraries(source: Path, arguments: list[str], target: Path, verbose: b
         os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     )
     jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL") or str(len(cpus))
-    compilers = {"CC": shlex.join(compiler("C")), "CXX": shlex.join(compiler("C++"))}
+    environ = {
+        **os.environ,
+        "CC": shlex.join(compiler("C")),
+        "CXX": shlex.join(compiler("C++")),
+        "CFLAGS": f"{os.environ.get('CFLAGS', '')} -include {shlex.quote(str(RELAX))}",
+    }
     with tempfile.TemporaryDirectory(prefix="pyggml-") as folder:
         ninja = f"-DCMAKE_MAKE_PROGRAM={ninja_command()}"
         configure = ["-S", str(source), "-B", folder, "-G", "Ninja", ninja, *arguments]
         for step in (configure, ["--build", folder, "--parallel", jobs]):
-            run([*cmake_command(), *step], show=verbose, env={**os.environ, **compilers})
+            run([*cmake_command(), *step], show=verbose, env=environ)
         for library in loadable_libraries(Path(folder)):
             shutil.copyfile(library, target / library.name)
 
@@ -668,7 +674,7 @@ def make_plan(options: Options) -> Plan:
         "PYGGML_BUILT_GGML_COMMIT": commit,
     }
     libraries = {
-        "source": source_hash,
+        "source": [source_hash, hash_of(RELAX)],
         "arguments": arguments,
         "features": features,
         "compilers": [run([*command, "--version"]) for command in (cc, cxx)],

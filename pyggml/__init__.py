@@ -5,9 +5,11 @@
 
 from . import ag, data, io, nn, optim, train
 from ._version import __version__
+from .deadline import deadline
 from .device import Device, device, devices, get_num_threads, set_device, set_num_threads
 from .errors import (
     AnomalyError,
+    DeadlineError,
     DeviceError,
     DeviceMemoryError,
     DTypeError,
@@ -27,6 +29,7 @@ from .random import Generator, manual_seed
 __all__ = [
     "AnomalyError",
     "DTypeError",
+    "DeadlineError",
     "Device",
     "DeviceError",
     "DeviceMemoryError",
@@ -44,6 +47,7 @@ __all__ = [
     "__version__",
     "ag",
     "data",
+    "deadline",
     "device",
     "devices",
     "get_num_threads",

@@ -17,6 +17,7 @@ import numpy as np
 
 from ._ffi import ffi, lib, take_pending_exception
 from .checks import positive_integer
+from .cpus import default_num_threads
 from .dtypes import DType
 from .errors import DeviceError, DeviceMemoryError
 from .graph import Source, state
@@ -311,25 +312,6 @@ POLL = 50
 """How eagerly idle workers look for work, 0 (sleep at once) to 100; ggml's own default."""
 
 
-def default_num_threads() -> int:
-    """Return the number of CPUs that this process may use.
-
-    Its affinity mask and its container's quota say so.
-    """
-    try:
-        count = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on every system
-        count = os.cpu_count() or 1
-    try:
-        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
-            quota, period = file.read().split()
-        if quota != "max":
-            count = min(count, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):
-        pass  # no cgroup v2 here
-    return count
-
-
 # ---- the devices of this process ----
 
 VARIABLE = "PYGGML_DEVICE"  # the environment's choice of a default: a name, or auto
@@ -456,6 +438,9 @@ class device:
 
 def set_num_threads(n_threads: int) -> None:
     """Set how many CPU threads a run may use; small programs use one.
+
+    At first there are as many as cores that this process may use. More of them than cores work too,
+    slower: they take turns.
 
     Raises SettingError unless n_threads is a positive integer.
     """

@@ -38,6 +38,10 @@ class DeviceError(PyggmlError, RuntimeError):
     """A device that does not exist, does not fit, or failed."""
 
 
+class DeadlineError(PyggmlError, TimeoutError):
+    """Computing that took longer than a pg.deadline block allows."""
+
+
 class DeviceMemoryError(PyggmlError, MemoryError):
     """A request for more memory than the device can give."""
 

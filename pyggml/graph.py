@@ -26,6 +26,7 @@ from .dtypes import DType
 from .errors import DeviceMemoryError, ShapeError, StaleError
 
 if TYPE_CHECKING:
+    from .deadline import Deadline
     from .device import Device
     from .tensor import Tensor
 
@@ -452,6 +453,7 @@ class State(threading.local):
         self.device: Device | None = None  # None: the process-wide default
         self.frames: dict[Device, Frame] = {}
         self.frame = NOWHERE  # the one used last
+        self.deadline: Deadline | None = None  # of the open deadline block that ends first
         self.lowering: Node | None = None  # what is being made into nodes of a ggml graph
 
     def open_frame(self, device: Device) -> Frame:

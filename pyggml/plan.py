@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from . import graph
+from .deadline import check_deadline
 from .errors import StaleError
 from .graph import Frame, Node, Source, source_index
 
@@ -323,6 +324,7 @@ def run(
     key = (outputs, effects, given, frame.memory_budget)
     with device.lock:
         plan = device.plan_for(key, lambda: program_for(frame, outputs, effects, given))
+        check_deadline()
         return plan.run(frame.sources, tuple(known.values()))
 
 

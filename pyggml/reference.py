@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from .deadline import check_deadline
 from .device import Device
 from .dtypes import DType
 from .graph import Source
@@ -84,6 +85,7 @@ class ReferencePlan:
         left = self.uses.copy()
         with np.errstate(all="ignore"):
             for step in program.steps:
+                check_deadline()
                 self._run(step, values)
                 for parent in step.inputs:
                     left[parent] -= 1

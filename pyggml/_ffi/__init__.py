@@ -105,7 +105,15 @@ _check_versions()
 # What ggml logged lately: (level, text). Bounded, since nobody may ever read it.
 log_lines: collections.deque[tuple[int, str]] = collections.deque(maxlen=500)
 _errors: collections.deque[str] = collections.deque(maxlen=20)
-pending_exception: BaseException | None = None
+
+
+class _Pending(threading.local):
+    exception: BaseException | None = None
+
+
+_pending = _Pending()  # what stopped this thread's run
+check_deadline: Callable[[], None] | None = None
+"""Raises when this thread has no time left; set by pyggml.deadline."""
 
 
 def last_errors() -> list[str]:
@@ -117,19 +125,22 @@ def last_errors() -> list[str]:
 
 def take_pending_exception() -> BaseException | None:
     """Return the exception that stopped a run (such as KeyboardInterrupt), and forget it."""
-    global pending_exception
-    taken, pending_exception = pending_exception, None
+    taken, _pending.exception = _pending.exception, None
     return taken
 
 
 def _keep_exception(kind: Any, value: BaseException, traceback: Any) -> None:
-    global pending_exception
-    pending_exception = value
+    _pending.exception = value
 
 
 @ffi.def_extern(error=1, onerror=_keep_exception)
 def pg_on_poll() -> int:
-    """Let Python run its signal handlers, which it does on entry; say whether to stop: no."""
+    """Let Python run its signal handlers, which it does on entry; say whether to stop: no.
+
+    An exception, of a handler or for want of time, stops the run.
+    """
+    if check_deadline is not None:
+        check_deadline()
     return 0
 
 

@@ -158,15 +158,16 @@ def passes_over_a_loader(count: int) -> None:
                 break  # a pass that is given up must leave nothing either
 
 
-KINDS: list[tuple[Callable[[int], None], int]] = [
-    (small_steps, 100_000),
-    (models_made_and_dropped, 1_000),
-    (failed_calls, 1_000),
-    (different_shapes, 500),
-    (threads, 1_000),
-    (changes_of_thread_count, 500),
-    (saves_and_loads, 1_000),
-    (passes_over_a_loader, 2_000),
+# With how often each is done, and how often before it is measured.
+KINDS: list[tuple[Callable[[int], None], int, int]] = [
+    (small_steps, 100_000, 1_000),
+    (models_made_and_dropped, 1_000, 100),
+    (failed_calls, 1_000, 100),
+    (different_shapes, 500, 1_000),
+    (threads, 1_000, 100),
+    (changes_of_thread_count, 500, 50),
+    (saves_and_loads, 1_000, 100),
+    (passes_over_a_loader, 2_000, 200),
 ]
 
 
@@ -190,13 +191,13 @@ def main() -> None:
     print(f"garbage collector off; bound {args.bound:g} MiB")
     print(f"{'work':<26} {'times':>8} {'MiB before':>11} {'after':>8} {'grown KiB':>10} {'s':>6}")
     leaks = []
-    for work, full in KINDS:
+    for work, full, warm_up in KINDS:
         name = work.__name__.replace("_", " ")
         if args.only not in (None, name, work.__name__):
             continue
         count = max(20, int(full * args.scale))
         started = time.perf_counter()
-        before, grown = growth(work, count, warm_up=max(20, min(count, full // 10)))
+        before, grown = growth(work, count, max(20, round(warm_up * min(1, args.scale))))
         seconds = time.perf_counter() - started
         print(
             f"{name:<26} {count:>8,} {before / 2**20:>11.1f} {(before + grown) / 2**20:>8.1f} "
