@@ -12,6 +12,7 @@ from .._ffi import lib
 from ..checks import plain_number
 from ..device import Device, resolve_device
 from ..dtypes import as_dtype, float32
+from ..errors import DTypeError
 from ..graph import PLAIN, Node, Op, Shape, Spec, find_node, state
 from ..lowering import GgmlTensor, Lowering, unary
 from ..tensor import Tensor, TensorLike, as_tensor, pending, record
@@ -353,9 +354,17 @@ def detach(x: TensorLike) -> Tensor:
 # ---- astype --------------------------------------------------------------------------------------
 # Between float types it is a cast, through which the gradient, always float32, passes unchanged.
 
+
+def _cast_shape(x: Spec, *, dtype: str) -> Spec:
+    wanted = as_dtype(dtype)
+    if not (x.dtype.is_float and wanted.is_float):
+        raise DTypeError(f"cast: needs float types; got {x.dtype} to {wanted}")
+    return Spec(x.shape, wanted)
+
+
 CAST = Op(
     "cast",
-    shape=lambda x, dtype: Spec(x.shape, as_dtype(dtype)),
+    shape=_cast_shape,
     lower=lambda b, x, dtype: b.cast(x, as_dtype(dtype)),
     grad=lambda g, out, x, dtype: g,
     reference=lambda x, dtype: x,  # the device rounds every result to its type

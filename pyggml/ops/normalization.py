@@ -329,6 +329,9 @@ NORMALIZE_DOT: Op = Op(
 
 def _batch_statistic_shape(x: Spec, *, axes: tuple[int, ...], variance: bool) -> Spec:
     need_floats("batch_statistics", x)
+    need_axes("batch_statistics", x, axes)
+    if len(axes) != len(x.shape) - 1 or prod(x.shape[axis] for axis in axes) < 2:
+        raise ShapeError(f"batch_statistics: needs two values per channel; got shape {x.shape}")
     return Spec(tuple(x.shape[i] for i in range(-len(x.shape), 0) if i not in axes), x.dtype)
 
 

@@ -36,9 +36,9 @@ class Effect(NamedTuple):
 
 
 def _assign_shape(target: Spec, value: Spec) -> Spec:
-    if target.shape != value.shape or target.dtype is not value.dtype:
+    if target.shape != value.shape or target.dtype.is_float != value.dtype.is_float:
         raise ShapeError(
-            f"assign: target and value must have one shape and type; got {target.shape} of "
+            f"assign: target and value must have one shape and kind; got {target.shape} of "
             f"{target.dtype} and {value.shape} of {value.dtype}"
         )
     return Spec(target.shape, target.dtype)
