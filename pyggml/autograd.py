@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import graph
-from .checks import positive_integer
+from .checks import as_list, need_function, positive_integer, shown
 from .errors import DTypeError, GradError, SettingError, ShapeError
 from .graph import Budget, Frame, Mode, Node, find_node, mode_of, source_index, state
 from .ops import add, full, sum_to
@@ -52,6 +52,7 @@ class _Recording:
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function, or each step of a generator function, in the block."""
+        need_function(type(self).__name__, "what it decorates", function)
         if inspect.isgeneratorfunction(function):
 
             @functools.wraps(function)
@@ -232,7 +233,7 @@ def _gradients_of(
 ) -> tuple[Frame, tuple[Node, ...], tuple[Node | None, ...]]:
     """Return the target's frame, the nodes asked for there, and the gradient node of each."""
     if not isinstance(target, Tensor):
-        raise DTypeError(f"{op}: needs a Tensor; got {type(target).__name__}")
+        raise DTypeError(f"{op}: needs a Tensor; got {shown(target)}")
     frame, node = target._at
     if frame.ended and node.requires_grad and not target.is_leaf:
         raise GradError(f"{op}: the tape of this value is gone, {frame.ended}; record it again")
@@ -286,8 +287,10 @@ def grad(
     >>> first.item(), second.item()
     (27.0, 18.0)
     """
-    tensors = (wrt,) if isinstance(wrt, Tensor) else tuple(wrt)
+    tensors = (wrt,) if isinstance(wrt, Tensor) else tuple(as_list("grad", "wrt", wrt, "tensors"))
     for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise DTypeError(f"grad: wrt must be a list of tensors; got {shown(tensor)} in it")
         if not tensor.requires_grad:
             raise GradError(
                 f"grad: the tensor of shape {tensor.shape} was not recorded for gradients; make it "

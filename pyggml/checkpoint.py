@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from .autograd import _set_mode
+from .checks import need_function
 from .graph import state
 from .random import default_generator
 
@@ -28,6 +29,7 @@ def checkpoint(fn: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
     >>> ag.backward(loss)[w].numpy()
     array([12.], dtype=float32)
     """
+    need_function("checkpoint", "fn", fn)
     if not state.mode.taped:
         return fn(*args, **kwargs)
     outer, drawn = state.segment, default_generator.state()

@@ -16,7 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from .checks import positive_integer
+from .checks import (
+    as_list,
+    natural_number,
+    need_function,
+    need_mapping,
+    positive_integer,
+    shown,
+)
 from .errors import DTypeError, SettingError, ShapeError
 from .random import default_generator
 from .tensor import Tensor
@@ -32,6 +39,11 @@ def map_arrays(function: Callable[..., Any], *trees: Any) -> Any:
     (2, {'a': 1})
     """
     first = trees[0]
+    if len({_structure(tree) for tree in trees}) > 1:
+        raise ShapeError(
+            "DataLoader: samples and batches must have one structure; got "
+            f"{' and '.join(dict.fromkeys(map(shown, trees)))}"
+        )
     if isinstance(first, Mapping):
         return {key: map_arrays(function, *(tree[key] for tree in trees)) for key in first}
     if isinstance(first, tuple):
@@ -40,11 +52,22 @@ def map_arrays(function: Callable[..., Any], *trees: Any) -> Any:
     return function(*trees)
 
 
+def _structure(tree: Any) -> Any:
+    """Return the keys of a dict or the length of a tuple, and None for what these hold."""
+    if isinstance(tree, Mapping):
+        return frozenset(tree)
+    return len(tree) if isinstance(tree, tuple) else None
+
+
 def batch_length(batch: Batch) -> int:
     """Return how many samples a batch has: the length of the first array in it."""
-    while isinstance(batch, (tuple, list, Mapping)):
-        batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch))
-    return int(np.shape(batch)[0])
+    first = batch
+    while isinstance(first, (tuple, list, Mapping)) and first:
+        first = next(iter(first.values() if isinstance(first, Mapping) else first))
+    shape = first.shape if isinstance(first, Tensor) else np.shape(first)
+    if not shape or isinstance(first, (tuple, list, Mapping)):
+        raise ShapeError(f"batch: needs an array with an axis of samples; got {shown(batch)}")
+    return int(shape[0])
 
 
 class DataLoader:
@@ -96,9 +119,13 @@ class DataLoader:
         collate_fn: Callable[[list], Batch] | None = None,
     ) -> None:
         self.batch_size = positive_integer("DataLoader", "batch_size", batch_size)
-        self.prefetch = prefetch and positive_integer("DataLoader", "prefetch", prefetch)
+        self.prefetch = natural_number("DataLoader", "prefetch", prefetch)
         self.shuffle = bool(shuffle)
         self.drop_last = bool(drop_last)
+        functions = {"augment": augment, "transform": transform, "collate_fn": collate_fn}
+        for name, function in functions.items():
+            if function is not None:
+                need_function("DataLoader", name, function)
         self.augment = augment
         self.transform = transform
         self._source = _source_of(data, collate_fn)
@@ -161,14 +188,18 @@ class DataLoader:
 
         Raises SettingError, having changed nothing, if the data are cut in another way now.
         """
+        need_mapping("DataLoader", "state", state)
         for name, here in self._cut().items():
             if state.get(name) != here:
                 raise SettingError(
                     f"DataLoader: the state was taken with {name}={state.get(name)}; this loader "
                     f"has {name}={here}; make it as it was"
                 )
-        self.seed = _seed(state["seed"])
-        self._epoch, self._batch = int(state["epoch"]), int(state["batch"])
+        seed, epoch, batch = (
+            natural_number("DataLoader", name, state.get(name))
+            for name in ("seed", "epoch", "batch")
+        )
+        self.seed, self._epoch, self._batch = seed, epoch, batch
         self._begun, self._latest = False, None
 
     def _cut(self) -> dict[str, int | None]:
@@ -207,9 +238,7 @@ class DataLoader:
 
 
 def _seed(value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 0:
-        raise SettingError(f"DataLoader: seed must be an integer of at least 0; got {value!r}")
-    return value.__index__()
+    return natural_number("DataLoader", "seed", value)
 
 
 # ---- where samples come from ---------------------------------------------------------------------
@@ -343,6 +372,10 @@ def stack(samples: Sequence[Any]) -> Batch:
     >>> pg.data.stack([(1.0, 2), (3.0, 4)])
     (array([1., 3.]), array([2, 4]))
     """
+
+    samples = as_list("stack", "samples", samples, "samples")
+    if not samples:
+        raise ShapeError("stack: needs at least one sample; got none")
 
     def stacked(*parts: Any) -> np.ndarray:
         arrays = [np.asarray(part) for part in parts]

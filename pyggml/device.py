@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ._ffi import ffi, lib, take_pending_exception
-from .checks import positive_integer
+from .checks import positive_integer, shown
 from .cpus import default_num_threads
 from .dtypes import DType
 from .errors import DeviceError, DeviceMemoryError
@@ -214,14 +214,15 @@ class CpuDevice(GgmlDevice):
 
     def upload(self, array: np.ndarray, dtype: DType) -> HostStorage:
         storage = allocate(array.shape, dtype.stored)
-        storage.array[...] = dtype.encode(array)
+        with np.errstate(over="ignore"):  # a float64 beyond float32 is infinite
+            storage.array[...] = dtype.encode(array)
         return storage
 
     def download(self, source: Source) -> np.ndarray:
         return source.dtype.decode(source.storage.array.copy())
 
     def write(self, source: Source, array: np.ndarray) -> None:
-        with self.lock:
+        with self.lock, np.errstate(over="ignore"):
             source.storage.array[...] = source.dtype.encode(array)
 
     def integer_range(self, source: Source) -> tuple[int, int]:
@@ -375,6 +376,8 @@ def resolve_device(value: Device | str | None) -> Device:
         return state.device or _default or _first_default()
     if isinstance(value, Device):
         return value
+    if not isinstance(value, str):
+        raise DeviceError(f"device: needs a name or a Device; got {shown(value)}")
     found = _known().get(value) or _with_vulkan().get(value)
     if found is None:
         from .vulkan import what_to_do

@@ -98,6 +98,8 @@ def check_array(
         array = value if isinstance(value, np.ndarray) else np.asarray(value)
     except ValueError as error:  # ragged nested lists
         raise DTypeError(f"{op}: needs a rectangular array of numbers; {error}") from None
+    if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
+        raise DTypeError(f"{op}: a masked array would lose its mask; use .filled(value) first")
     kind = array.dtype.kind
     if kind not in "fiub":
         raise DTypeError(

@@ -7,14 +7,17 @@ with the reference.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf, isnan
 from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from .autograd import grad, grad_tape
+from .checks import as_list, natural_number, need_function, number_in, positive_integer, shown
 from .device import Device, device, resolve_device
-from .errors import GradCheckError
+from .dtypes import check_array
+from .errors import DTypeError, GradCheckError, SettingError
 from .ops import mul, sum
 from .tensor import Tensor, make_tensor
 
@@ -52,18 +55,40 @@ def gradcheck(
 
     >>> ag.gradcheck(lambda x: ag.relu(x) * x, [[[0.5, -1.5]]])
     """
+    need_function("gradcheck", "fn", fn)
+    inputs = as_list("gradcheck", "inputs", inputs, "arrays, one for each argument of fn")
+    order = positive_integer("gradcheck", "order", order)
+    directions = positive_integer("gradcheck", "directions", directions)
+    epsilon = number_in("gradcheck", "epsilon", epsilon, 1e-12)
+    tolerance = number_in("gradcheck", "tolerance", tolerance, 0.0)
+    device_tolerance = number_in("gradcheck", "device_tolerance", device_tolerance, 0.0)
+    seed = natural_number("gradcheck", "seed", seed)
     where = resolve_device(device)
     generator = np.random.default_rng(seed)
     # Both devices start from the same numbers, so they are rounded to float32 here.
     arrays = [_rounded(value) for value in inputs]
     floats = [i for i, array in enumerate(arrays) if array.dtype.kind == "f"]
-    weights = generator.standard_normal(_run(fn, arrays, "reference").shape).astype(np.float32)
+    if order > 1 and not floats:
+        raise SettingError("gradcheck: order=2 needs an input of floating-point numbers; got none")
+    value = _run(fn, arrays, "reference")
+    if not np.array_equal(value, _run(fn, arrays, "reference"), equal_nan=True):
+        raise GradCheckError(
+            "gradcheck: fn gives other values each time it is called with the same inputs; let it "
+            "draw the same numbers each time, as after pg.manual_seed(0) in it"
+        )
+    weights = generator.standard_normal(value.shape).astype(np.float32)
 
     def weighted(*tensors: Tensor) -> Tensor:
         return sum(mul(fn(*tensors), make_tensor(weights, device=tensors[0].device)))
 
     gradients = _gradients(weighted, arrays, floats, "reference")
     for i, gradient in zip(floats, gradients, strict=True):
+        if not np.isfinite(gradient).all():
+            index = tuple(int(k) for k in np.argwhere(~np.isfinite(gradient))[0])
+            raise GradCheckError(
+                f"gradcheck: the gradient of input {i} is {gradient[index]} at index {index}, where"
+                " no differences can check it; take inputs away from poles"
+            )
         for _ in range(directions):
             along = generator.standard_normal(arrays[i].shape)
             expected = _slope(weighted, arrays, i, along, epsilon)
@@ -103,8 +128,9 @@ def gradcheck(
 
 
 def _rounded(value: ArrayLike) -> np.ndarray:
-    array = np.asarray(value)
-    return array if array.dtype.kind in "iu" else array.astype(np.float32)
+    array, _ = check_array(value.numpy() if isinstance(value, Tensor) else value, op="gradcheck")
+    with np.errstate(over="ignore"):
+        return array if array.dtype.kind in "iu" else array.astype(np.float32)
 
 
 def _tensors(arrays: Arrays) -> list[Tensor]:
@@ -113,7 +139,10 @@ def _tensors(arrays: Arrays) -> list[Tensor]:
 
 def _run(fn: Callable[..., Tensor], arrays: Arrays, where: Device | str) -> np.ndarray:
     with device(where):
-        return fn(*_tensors(arrays)).numpy()
+        value = fn(*_tensors(arrays))
+        if not isinstance(value, Tensor):
+            raise DTypeError(f"gradcheck: fn must return a tensor; got {shown(value)}")
+        return value.numpy()
 
 
 def _gradients(
@@ -159,7 +188,9 @@ def _report_worst(
         along[index] = 1.0
         expected = _slope(fn, arrays, i, along, epsilon)
         worst = max(
-            worst, (abs(float(gradient[index]) - expected), index, expected), key=lambda w: w[0]
+            worst,
+            (abs(float(gradient[index]) - expected), index, expected),
+            key=lambda w: inf if isnan(w[0]) else w[0],
         )
     _, index, expected = worst
     raise GradCheckError(

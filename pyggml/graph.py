@@ -202,7 +202,7 @@ def check_size(op: str, shape: Shape, dtype: DType) -> None:
     if any(size < 1 for size in shape):
         raise ShapeError(f"{op}: every axis needs at least one element; got shape {shape}")
     if nbytes > MAX_BYTES:
-        raise DeviceMemoryError(f"{op}: shape {shape} would take {nbytes / 2**30:,.0f} GB")
+        raise DeviceMemoryError(f"{op}: shape {shape} would take {nbytes >> 30:,} GB")
     if max(shape, default=1) > MAX_AXIS:
         raise ShapeError(f"{op}: an axis may have {MAX_AXIS:,} elements; got shape {shape}")
 
@@ -337,7 +337,12 @@ class Frame:
         node = self.nodes.get(source)
         if node is not None:
             if not self.is_current(source):
-                raise StaleError("a parameter has changed since this frame was opened")
+                is_same = self.versions[source_index(node)] == source.version
+                raise StaleError(
+                    f"the {'requires_grad' if is_same else 'value'} of a {source.shape} parameter "
+                    "has changed since it was recorded here; change it before recording, or record "
+                    "again"
+                )
             return node
         index = len(self.sources)
         node = source.node  # a step like the last one gives it the same number

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from .checks import need_mapping, shown
 from .errors import DTypeError, FileFormatError, PyggmlError, SettingError, ShapeError
 from .nn._module import Leftover, Module
 from .optim import Optimizer
@@ -52,7 +53,7 @@ def save_weights(
     if not isinstance(values, Mapping):
         kind = type(weights).__name__
         raise SettingError(f"save_weights: needs a module or a dict of tensors; got {kind}")
-    about = dict(about or {})
+    about = dict(need_mapping("save_weights", "about", about or {}))
     if not all(isinstance(text, str) for text in (*about, *about.values())):
         raise SettingError(f"save_weights: about must hold texts; got {about!r}")
     packer = _Packer("save_weights")
@@ -184,10 +185,15 @@ def load_state(path: Path, **parts: Any) -> dict[str, Any]:
         tree = about["tree"]
         saved = {name: _unpack(part, arrays) for name, part in tree["parts"].items()}
         plain = {name: _unpack(value, arrays) for name, value in tree["values"].items()}
-    for name in parts:
+    for name, part in parts.items():
         if name not in saved:
             listed = ", ".join(saved) or "none at all"
             raise refusal("load_state", path, f"has no part {name!r}; it has {listed}")
+        if not _is_part(part):
+            raise SettingError(
+                f"load_state: {name} must be an object with a state, or a dict of tensors; got "
+                f"{shown(part)}"
+            )
     before: dict[str, Any] = {}
     try:
         for name, part in parts.items():

@@ -7,6 +7,8 @@ and fresh pages from the system cost more than many kernels do.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 
 import numpy as np
@@ -21,6 +23,17 @@ MAX_IDLE = 1 << 28  # bytes of free blocks that are kept for the next step
 next_serial = itertools.count(1).__next__
 _idle: dict[int, list[np.ndarray]] = {}
 _ADDRESS = ffi.typeof("uintptr_t")
+
+
+@contextmanager
+def asking_for_memory(op: str, shape: tuple[int, ...]) -> Iterator[None]:
+    """Turn NumPy's MemoryError in the block into a DeviceMemoryError that says what asked."""
+    try:
+        yield
+    except MemoryError:
+        raise DeviceMemoryError(
+            f"{op}: no memory for numbers of shape {shape}; make it smaller"
+        ) from None
 
 
 class HostStorage:

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from .errors import SettingError
+from .checks import as_index, need_mapping, shown
+from .errors import DTypeError, SettingError
 
 KEY_WORDS = 4  # seed and number of the draw, two words each
 
@@ -83,6 +84,7 @@ class Generator:
 
     def set_state(self, state: Mapping[str, int]) -> None:
         """Go on from a state that state() gave."""
+        need_mapping("generator", "state", state)
         seed, draws = (_word64(name, state.get(name)) for name in ("seed", "draws"))
         with self._lock:
             self._seed, self._draws = seed, draws
@@ -109,11 +111,11 @@ class Generator:
 
 
 def _word64(name: str, value: object) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise SettingError(f"generator: {name} must be an integer; got {value!r}")
-    number = value.__index__()
+    number = as_index(value)
+    if number is None:
+        raise SettingError(f"generator: {name} must be an integer; got {shown(value)}")
     if not 0 <= number < 1 << 64:
-        raise SettingError(f"generator: {name} must be in [0, 2^64); got {number}")
+        raise SettingError(f"generator: {name} must be in [0, 2^64); got {shown(number)}")
     return number
 
 
@@ -121,6 +123,15 @@ default_generator = Generator()
 if hasattr(os, "register_at_fork"):  # another thread may have held the lock
     os.register_at_fork(after_in_child=default_generator.renew_lock)
 """What is drawn from where no generator is given."""
+
+
+def chosen_generator(op: str, generator: Generator | None) -> Generator:
+    """Return the generator that was given, the default one for None."""
+    if generator is None:
+        return default_generator
+    if not isinstance(generator, Generator):
+        raise DTypeError(f"{op}: generator must be a pg.Generator; got {shown(generator)}")
+    return generator
 
 
 def manual_seed(seed: int) -> Generator:

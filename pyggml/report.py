@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import PyggmlError
+from .checks import shown
+from .errors import DTypeError, PyggmlError
 from .graph import SOURCE, Frame, Node
 from .plan import Program, Step, pending_in, program_for
 from .remat import size_of
@@ -81,6 +82,9 @@ class PlanReport:
 
 def _waiting(op: str, values: tuple[Tensor, ...]) -> tuple[Frame, Program, list[Tensor]]:
     """Return the frame of pending values, the program that a run of it is, and all its handles."""
+    for value in values:
+        if not isinstance(value, Tensor):
+            raise DTypeError(f"{op}: needs tensors; got {shown(value)}")
     waiting = [value for value in values if value._source is None]
     if not waiting:
         raise PyggmlError(f"{op}: nothing is pending; call it before the value is computed")

@@ -15,9 +15,18 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from . import graph
+from .checks import shown
 from .device import Device, resolve_device
 from .dtypes import DType, as_dtype, bfloat16, check_array, float32
-from .errors import DeviceError, DTypeError, GradError, PyggmlError, ShapeError, StaleError
+from .errors import (
+    DeviceError,
+    DTypeError,
+    GradError,
+    PyggmlError,
+    SettingError,
+    ShapeError,
+    StaleError,
+)
 from .graph import (
     MAX_DIMS,
     NOWHERE,
@@ -110,6 +119,8 @@ class Tensor:
                 "requires_grad: can be set on a parameter or a tensor made from data; use "
                 "ag.detach here"
             )
+        if not isinstance(value, (bool, np.bool_)):
+            raise SettingError(f"requires_grad: must be True or False; got {shown(value)}")
         if value and not source.dtype.is_float:
             raise DTypeError(f"requires_grad: needs a float tensor; got {source.dtype}")
         source.requires_grad = bool(value)
@@ -212,6 +223,15 @@ class Tensor:
             raise ValueError("a tensor's value is always copied; leave copy=False out")
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        # np.sum would call our sum with arguments of its own: say so instead of failing there.
+        if callable(getattr(Tensor, function.__name__, None)):
+            raise DTypeError(
+                f"np.{function.__name__}: takes arrays; use the tensor's own method, which keeps "
+                "the gradient, or tensor.numpy()"
+            )
+        return function(*_as_arrays(args), **_as_arrays(kwargs))
 
     def __float__(self) -> float:
         return float(self.item())
@@ -412,6 +432,17 @@ class Parameter(Tensor):
     __slots__ = ()
 
 
+def _as_arrays(values: Any) -> Any:
+    """Return arrays in the place of tensors in lists, tuples and dicts."""
+    if isinstance(values, Tensor):
+        return values.numpy()
+    if isinstance(values, (list, tuple)):
+        return type(values)(_as_arrays(value) for value in values)
+    if isinstance(values, dict):
+        return {name: _as_arrays(value) for name, value in values.items()}
+    return values
+
+
 def _comparable(x: Tensor, other: Any) -> tuple[Tensor, TensorLike] | None:
     """Return two values as ag.equal takes them, or None where they cannot be compared."""
     if other is None or isinstance(other, (str, bytes, dict, set)):
@@ -487,6 +518,8 @@ def make_tensor(
         )
     if array.size == 0:
         raise ShapeError(f"{op}: needs at least one element; got shape {array.shape}")
+    if not isinstance(requires_grad, (bool, np.bool_)):
+        raise SettingError(f"{op}: requires_grad must be True or False; got {shown(requires_grad)}")
     if requires_grad and not kind.is_float:
         raise DTypeError(
             f"{op}: gradients need floating point; got {array.dtype}; pass dtype='float32'"

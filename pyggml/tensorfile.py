@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from ._version import __version__
+from .checks import need_path
 from .errors import DTypeError, FileFormatError, SettingError
 
 FORMAT = 1
@@ -81,7 +82,7 @@ def replacing(path: Path) -> Iterator[str]:
 
     If the block raises, or the process is killed at any moment, path is what it was before.
     """
-    target = os.path.realpath(path)
+    target = os.path.realpath(need_path("save", path))
     folder, name = os.path.split(target)
     _remove_leftovers(folder, name)
     room = tempfile.mkdtemp(".tmp", f"{_ours(name)}{os.getpid()}.", folder)
@@ -162,6 +163,7 @@ def read_arrays(op: str, path: Path) -> tuple[Arrays, dict[str, Any]]:
     """
     from safetensors import safe_open
 
+    need_path(op, path)
     with blaming(op, path):
         data = _start_of_data(op, path)
         arrays = {}

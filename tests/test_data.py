@@ -336,7 +336,11 @@ def test_a_state_of_another_cut_is_refused(change, message):
     ("make", "error", "message"),
     [
         (lambda: DataLoader(np.arange(3), batch_size=0), pg.SettingError, "batch_size must be a"),
-        (lambda: DataLoader(np.arange(3), prefetch=-1), pg.SettingError, "prefetch must be a"),
+        (
+            lambda: DataLoader(np.arange(3), prefetch=-1),
+            pg.SettingError,
+            "prefetch must be an integer of at least 0; got -1",
+        ),
         (lambda: DataLoader(np.arange(3), shuffle=True, seed=-1), pg.SettingError, "seed must be"),
         (lambda: DataLoader(np.arange(3), shuffle=True, seed=0.5), pg.SettingError, "got 0.5"),
         (lambda: DataLoader(np.zeros((0, 2))), pg.SettingError, "give at least one sample"),

@@ -365,13 +365,13 @@ MISTAKES = {
     "a mask of another shape": (
         "q = np.ones((1, 2, 3, 4)); ag.scaled_dot_product_attention(q, q, q, mask=np.ones((3, 2)))",
         "ShapeError",
-        "softmax: shapes must match or be 1",
+        "scaled_dot_product_attention: the mask must broadcast to (1, 2, 3, 3); got (3, 2)",
     ),
     "a mask with more axes of its own": (
         "q = np.ones((1, 2, 3, 4)); "
         "ag.scaled_dot_product_attention(q, q, q, mask=np.ones((2, 1, 3, 3)))",
         "ShapeError",
-        "softmax: the mask must broadcast to (1, 2, 3, 3); got (2, 1, 3, 3)",
+        "scaled_dot_product_attention: the mask must broadcast to (1, 2, 3, 3); got (2, 1, 3, 3)",
     ),
     "a mask of integers": (
         "q = np.ones((1, 2, 3, 4)); ag.scaled_dot_product_attention(q, q, q, mask=[[0, 1, 1]])",
@@ -409,7 +409,7 @@ MISTAKES = {
     "concat of other sizes": (
         "ag.concat([np.ones((2, 3)), np.ones((2, 4))])",
         "ShapeError",
-        "concat: shapes must be equal except along axis -2; got (2, 3) and (2, 4)",
+        "concat: shapes must be equal except along axis 0; got (2, 3) and (2, 4)",
     ),
     "concat of two types": (
         "ag.concat([ag.tensor([1.0]), ag.tensor([1])])",
@@ -474,7 +474,7 @@ MISTAKES = {
     "backward of a number": (
         "ag.backward(1.0)",
         "DTypeError",
-        "backward: needs a Tensor; got float",
+        "backward: needs a Tensor; got 1.0",
     ),
     "a tensor made by hand": ("ag.Tensor()", "TypeError", "make one with ag.tensor"),
     "a layer without inputs": (
@@ -495,9 +495,9 @@ MISTAKES = {
     "a shape without elements": (
         "ag.full((0, 3), 1.0)",
         "ShapeError",
-        "full: every axis needs at least one element; got shape (0, 3)",
+        "full: sizes must be positive, and below 2^63; got (0, 3)",
     ),
-    "a negative size": ("ag.full((-1,), 1.0)", "ShapeError", "every axis needs at least one"),
+    "a negative size": ("ag.full((-1,), 1.0)", "ShapeError", "sizes must be positive"),
     "a size that is a fraction": ("ag.full((2.7,), 1.0)", "DTypeError", "sizes must be integers"),
     "more bytes than 64 bits count": (
         "ag.sum(ag.broadcast_to(ag.tensor([1.0]), (2**16,) * 4))",

@@ -477,10 +477,10 @@ def test_accumulate_steps_must_be_a_positive_integer(method, wrong):
         (lambda p: optim.Adafactor(p, eps=(None, -1.0)), r"Adafactor: eps\[1\] must be"),
         (lambda p: optim.Adafactor(p, beta2_decay=0.8), "Adafactor: beta2_decay must be at most 0"),
         (lambda p: optim.Adam([]), "Adam: needs at least one parameter"),
-        (lambda p: optim.Adam([1.0]), "Adam: needs parameters made with ag.param; got float"),
+        (lambda p: optim.Adam([1.0]), "Adam: needs parameters made with ag.param; got 1.0"),
         (
             lambda p: optim.Adam([p[0] * 2.0]),
-            "Adam: needs parameters made with ag.param; got Tensor",
+            "Adam: needs parameters made with ag.param; got a tensor of shape",
         ),
     ],
 )

@@ -245,7 +245,7 @@ def test_a_groups_schedule_sees_the_updates_of_the_optimizer():
         (lambda w: [{"params": [w], "weight_decay": -1}], "SGD: weight_decay must be in"),
         (lambda w: [{"params": []}], "SGD: needs at least one parameter"),
         (lambda w: w, r"SGD: needs a list of parameters; got one tensor; write \[w\]"),
-        (lambda w: [[w]], "SGD: needs parameters made with ag.param; got list"),
+        (lambda w: [[w]], "SGD: needs parameters made with ag.param; got"),
     ],
 )
 def test_a_wrong_group_is_refused(params, message):

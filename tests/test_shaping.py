@@ -377,7 +377,7 @@ MISTAKES = {
     "an uneven split": (
         lambda: ag.split(ag.tensor(np.ones(5)), 2),
         pg.ShapeError,
-        "split: axis -1 has size 5, which 2 does not divide",
+        "split: axis 0 has size 5, which 2 does not divide",
     ),
     "an embedding by fractions": (
         lambda: ag.embedding(ag.param(np.ones((4, 2))), [0.0]),

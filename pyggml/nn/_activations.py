@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .. import ops
+from ..checks import plain_number
 from ..errors import SettingError
 from ..tensor import Tensor, TensorLike
 from ._module import Module
@@ -27,7 +28,7 @@ class LeakyReLU(Module):
     """
 
     def __init__(self, negative_slope: float = 0.01) -> None:
-        self.negative_slope = float(negative_slope)
+        self.negative_slope = plain_number("LeakyReLU", "negative_slope", negative_slope)
 
     def forward(self, x: TensorLike) -> Tensor:
         return ops.leaky_relu(x, negative_slope=self.negative_slope)
@@ -41,7 +42,7 @@ class ELU(Module):
     """
 
     def __init__(self, alpha: float = 1.0) -> None:
-        self.alpha = float(alpha)
+        self.alpha = plain_number("ELU", "alpha", alpha)
 
     def forward(self, x: TensorLike) -> Tensor:
         return ops.elu(x, alpha=self.alpha)

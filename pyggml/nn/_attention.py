@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import ops
-from ..checks import positive_integer
+from ..checks import positive_integer, share
 from ..errors import SettingError
 from ..ops import add, linear, permute, reshape, scaled_dot_product_attention
 from ..tensor import Parameter, Tensor, TensorLike
@@ -14,7 +14,7 @@ from . import init
 from ._layers import Dropout, Linear
 from ._module import Module
 from ._norms import LayerNorm
-from ._support import input_of, misfit, parameter, share
+from ._support import input_of, misfit, parameter
 
 
 class MultiheadAttention(Module):

@@ -6,7 +6,7 @@ from math import prod
 
 import numpy as np
 
-from ..checks import positive_integer
+from ..checks import as_index, positive_integer, share, shown
 from ..errors import SettingError
 from ..ops import (
     detach,
@@ -21,7 +21,7 @@ from ..ops import (
 from ..tensor import Tensor, TensorLike, make_tensor
 from . import init
 from ._module import Module
-from ._support import fan_in_uniform, input_of, misfit, parameter, share
+from ._support import fan_in_uniform, input_of, misfit, parameter
 
 
 class Linear(Module):
@@ -67,11 +67,13 @@ class Embedding(Module):
         self.embedding_dim = positive_integer("Embedding", "embedding_dim", embedding_dim)
         rows = init.normal((self.num_embeddings, self.embedding_dim))
         if padding_idx is not None:
-            if not isinstance(padding_idx, int) or not 0 <= padding_idx < self.num_embeddings:
+            row = as_index(padding_idx)
+            if row is None or not 0 <= row < self.num_embeddings:
                 raise SettingError(
-                    f"Embedding: padding_idx must be in [0, {num_embeddings}); got {padding_idx!r}"
+                    f"Embedding: padding_idx must be in [0, {num_embeddings}); got "
+                    f"{shown(padding_idx)}"
                 )
-            rows[padding_idx] = 0.0
+            rows[row] = 0.0
         self.padding_idx = padding_idx
         self.weight = parameter(rows)
         self._is_trained = None  # by row: 0 for the padding, 1 for the others

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ..checks import need_function, need_mapping
 from ..device import Device, resolve_device
 from ..dtypes import as_dtype, check_array
 from ..errors import DeviceError, DTypeError, ShapeError
@@ -255,7 +256,7 @@ class Module:
         >>> nn.Sequential(nn.Linear(2, 3), nn.ReLU()).apply(clear)[0].bias.numpy()
         array([0., 0., 0.], dtype=float32)
         """
-        self._apply(function, set())
+        self._apply(need_function("apply", "function", function), set())
         return self
 
     def _apply(self, function: Callable[[Module], object], seen: set[int]) -> None:
@@ -285,6 +286,7 @@ class Module:
         >>> nn.Linear(2, 1).load_state_dict({"weight": np.ones((1, 2))}, strict=False)
         Leftover(missing=['bias'], unexpected=[], misshaped=[])
         """
+        need_mapping(f"{type(self).__name__}.load_state_dict", "values", values)
         fitting, left, own = self._sort_values(values)
         if strict and any(left):
             problems = [f"missing {name}" for name in left.missing]
@@ -317,7 +319,7 @@ class Module:
             for name in listed:
                 if name in values:
                     op, kind = f"load_state_dict: {name}", tensor._at[1].dtype
-                    array, _ = check_array(np.asarray(values[name]), kind, op=op)
+                    array, _ = check_array(values[name], kind, op=op)
                     given.append((name, array))
             left.misshaped.extend(name for name, array in given if array.shape != tensor.shape)
             given = [(name, array) for name, array in given if array.shape == tensor.shape]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..checks import number_in, positive_integer
+from ..checks import number_in, positive_integer, share
 from ..errors import SettingError
 from ..ops import (
     add,
@@ -49,7 +49,7 @@ class _BatchNorm(Module):
         self.eps = number_in(name, "eps", eps, 0.0)
         self.momentum = momentum
         if momentum is not None:
-            self.momentum = number_in(name, "momentum", momentum, 0.0, np.nextafter(1.0, 2.0))
+            self.momentum = share(name, "momentum", momentum)
         shape = (self.num_features,)
         self.weight = parameter(init.ones(shape)) if affine else None
         self.bias = parameter(init.zeros(shape)) if affine else None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import sqrt
 from typing import Any
 
-from ..checks import positive_integer
+from ..checks import positive_integer, share
 from ..ops import (
     add,
     concat,
@@ -30,7 +30,7 @@ from ..ops import (
 from ..tensor import Parameter, Tensor, TensorLike
 from . import init
 from ._module import Module
-from ._support import input_of, misfit, parameter, share
+from ._support import input_of, misfit, parameter
 
 
 class _Recurrent(Module):

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..checkpoint import checkpoint as segment
-from ..checks import positive_integer
-from ..errors import DTypeError
+from ..checks import positive_integer, shown
+from ..errors import DTypeError, IndexRangeError
 from ._module import Module
 
 Layer = Callable[..., Any]
@@ -63,7 +63,13 @@ class Sequential(Module):
         return iter(self.layers)
 
     def __getitem__(self, index: int) -> Any:
-        return self.layers[index]
+        try:
+            return self.layers[index]
+        except (IndexError, TypeError):
+            raise IndexRangeError(
+                f"Sequential: needs the number of one of {len(self.layers)} layers; got "
+                f"{shown(index)}"
+            ) from None
 
 
 def _run(layers: Sequence[Layer], x: Any) -> Any:
@@ -97,4 +103,8 @@ def checkpoint(module: Module) -> Checkpointed:
     >>> sorted(layer.state_dict())
     ['bias', 'weight']
     """
+    if not isinstance(module, Module):
+        raise DTypeError(
+            f"checkpoint: needs a module; got {shown(module)}; for a function use ag.checkpoint"
+        )
     return Checkpointed(module)

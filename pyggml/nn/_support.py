@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import sqrt
 from typing import Any
 
 import numpy as np
 
-from ..checks import positive_integer
+from ..checks import natural_number, positive_integer, shown
 from ..errors import DTypeError, SettingError, ShapeError
 from ..tensor import Parameter, Tensor, TensorLike, as_tensor, make_tensor
 from . import init
@@ -24,7 +23,7 @@ def parameter(value: np.ndarray) -> Parameter:
 
 def fan_in_uniform(shape: Sequence[int], fan_in: int) -> Parameter:
     """Return a parameter uniform in +-1 / sqrt(fan_in): how PyTorch's layers start."""
-    bound = 1.0 / sqrt(fan_in)
+    bound = fan_in**-0.5 if fan_in < 1 << 63 else 0.0  # then the shape is refused
     return parameter(init.uniform(shape, low=-bound, high=bound))
 
 
@@ -48,17 +47,8 @@ def sizes(layer: str, name: str, value: Any, count: int, lowest: int = 1) -> tup
     """Return a setting that is one whole number for all axes, or one for each, as a tuple."""
     listed = tuple(value) if isinstance(value, (tuple, list)) else (value,) * count
     if len(listed) != count:
-        raise SettingError(f"{layer}: {name} must be a number or {count} of them; got {value!r}")
-    if lowest > 0:
-        return tuple(positive_integer(layer, name, n) for n in listed)
-    if not all(isinstance(n, (int, np.integer)) and n >= 0 for n in listed):
-        raise SettingError(f"{layer}: {name} must be an integer of at least 0; got {value!r}")
-    return tuple(int(n) for n in listed)
-
-
-def share(layer: str, name: str, value: Any) -> float:
-    """Return a setting that is a probability; raise SettingError outside of [0, 1]."""
-    is_number = isinstance(value, (int, float, np.floating)) and not isinstance(value, bool)
-    if not is_number or not 0.0 <= value <= 1.0:
-        raise SettingError(f"{layer}: {name} must be in [0, 1]; got {value!r}")
-    return float(value)
+        raise SettingError(
+            f"{layer}: {name} must be a number or {count} of them; got {shown(value)}"
+        )
+    check = positive_integer if lowest > 0 else natural_number
+    return tuple(check(layer, name, n) for n in listed)

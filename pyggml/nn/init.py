@@ -14,11 +14,17 @@ from math import erf, prod, sqrt
 
 import numpy as np
 
-from ..checks import number_in
+from ..checks import number_in, plain_number, shown
+from ..dtypes import float32
 from ..errors import SettingError, ShapeError
-from ..random import Generator, default_generator
+from ..graph import check_size
+from ..memory import asking_for_memory
+from ..ops.dropout import draw
+from ..ops.rules import as_shape
+from ..random import Generator
 
 Shape = Sequence[int]
+LARGEST = float(np.finfo(np.float32).max)
 
 __all__ = [
     "calculate_gain",
@@ -35,17 +41,13 @@ __all__ = [
 ]
 
 
-def _numpy(generator: Generator | None) -> np.random.Generator:
-    return (generator or default_generator).numpy()
-
-
 def zeros(shape: Shape) -> np.ndarray:
     """Return zeros.
 
     >>> nn.init.zeros((2,))
     array([0., 0.], dtype=float32)
     """
-    return np.zeros(shape, np.float32)
+    return _filled("zeros", shape, 0.0)
 
 
 def ones(shape: Shape) -> np.ndarray:
@@ -54,7 +56,14 @@ def ones(shape: Shape) -> np.ndarray:
     >>> nn.init.ones((2,))
     array([1., 1.], dtype=float32)
     """
-    return np.ones(shape, np.float32)
+    return _filled("ones", shape, 1.0)
+
+
+def _filled(op: str, shape: Shape, value: float) -> np.ndarray:
+    sizes = as_shape(op, shape)
+    check_size(op, sizes, float32)
+    with asking_for_memory(op, sizes):
+        return np.full(sizes, value, np.float32)
 
 
 def uniform(
@@ -65,10 +74,19 @@ def uniform(
     >>> nn.init.uniform((2, 3), low=-1.0).shape
     (2, 3)
     """
-    low, high = float(low), float(high)
-    if not low <= high:
-        raise SettingError(f"uniform: low must not be above high; got {low} and {high}")
-    return _numpy(generator).uniform(low, high, tuple(shape)).astype(np.float32)
+    low, high = plain_number("uniform", "low", low), plain_number("uniform", "high", high)
+    if not -LARGEST <= low <= high <= LARGEST:
+        raise SettingError(
+            f"uniform: low must not be above high, and both in float32; got {low} and {high}"
+        )
+    return draw(
+        "uniform", shape, generator, lambda numpy, size: _float32(numpy.uniform(low, high, size))
+    )
+
+
+def _float32(values: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):  # the largest of normal numbers may become infinite
+        return values.astype(np.float32)
 
 
 def normal(
@@ -80,7 +98,10 @@ def normal(
     (2, 3)
     """
     std = number_in("normal", "std", std, 0.0)
-    return _numpy(generator).normal(float(mean), std, tuple(shape)).astype(np.float32)
+    mean = plain_number("normal", "mean", mean)
+    return draw(
+        "normal", shape, generator, lambda numpy, size: _float32(numpy.normal(mean, std, size))
+    )
 
 
 def trunc_normal(
@@ -101,19 +122,25 @@ def trunc_normal(
     True
     """
     std = number_in("trunc_normal", "std", std, np.finfo(np.float32).tiny)
+    mean = plain_number("trunc_normal", "mean", mean)
+    low = plain_number("trunc_normal", "low", low)
+    high = plain_number("trunc_normal", "high", high)
     inside = (erf((high - mean) / (std * sqrt(2))) - erf((low - mean) / (std * sqrt(2)))) / 2
     if not inside >= 1e-3:
         raise SettingError(
             f"trunc_normal: [low, high] must hold some of the distribution; got [{low}, {high}] "
             f"with mean {mean} and std {std}"
         )
-    numbers = _numpy(generator)
-    values = numbers.normal(mean, std, prod(shape))
-    while True:
-        outside = np.flatnonzero((values < low) | (values > high))
-        if not outside.size:
-            return values.astype(np.float32).reshape(shape)
-        values[outside] = numbers.normal(mean, std, outside.size)
+
+    def drawn(numpy: np.random.Generator, sizes: Sequence[int]) -> np.ndarray:
+        values = numpy.normal(mean, std, prod(sizes))
+        while True:
+            outside = np.flatnonzero((values < low) | (values > high))
+            if not outside.size:
+                return _float32(values).reshape(sizes)
+            values[outside] = numpy.normal(mean, std, outside.size)
+
+    return draw("trunc_normal", shape, generator, drawn)
 
 
 def calculate_gain(nonlinearity: str, negative_slope: float = 0.01) -> float:
@@ -126,6 +153,7 @@ def calculate_gain(nonlinearity: str, negative_slope: float = 0.01) -> float:
     >>> nn.init.calculate_gain("relu") ** 2
     2.0000000000000004
     """
+    slope = plain_number("calculate_gain", "negative_slope", negative_slope)
     gains = {
         "linear": 1.0,
         "conv1d": 1.0,
@@ -133,25 +161,27 @@ def calculate_gain(nonlinearity: str, negative_slope: float = 0.01) -> float:
         "sigmoid": 1.0,
         "tanh": 5.0 / 3.0,
         "relu": sqrt(2.0),
-        "leaky_relu": sqrt(2.0 / (1.0 + float(negative_slope) ** 2)),
+        "leaky_relu": sqrt(2.0 / (1.0 + slope * slope)),
         "selu": 0.75,
     }
-    if nonlinearity not in gains:
+    if not isinstance(nonlinearity, str) or nonlinearity not in gains:
         raise SettingError(
-            f"calculate_gain: nonlinearity must be one of {', '.join(gains)}; got {nonlinearity!r}"
+            f"calculate_gain: nonlinearity must be one of {', '.join(gains)}; got "
+            f"{shown(nonlinearity)}"
         )
     return gains[nonlinearity]
 
 
 def _fans(op: str, shape: Shape) -> tuple[int, int]:
     """Return how many inputs each output of a weight sees, and how many outputs each input."""
-    if len(shape) < 2:
+    sizes = as_shape(op, shape)
+    if len(sizes) < 2:
         raise ShapeError(
             f"{op}: needs a weight of at least two axes, (outputs, inputs, ...); got "
-            f"{tuple(shape)}; use uniform or normal"
+            f"{sizes}; use uniform or normal"
         )
-    window = prod(shape[2:])
-    return shape[1] * window, shape[0] * window
+    window = prod(sizes[2:])
+    return sizes[1] * window, sizes[0] * window
 
 
 def _kaiming_std(op: str, shape: Shape, a: float, mode: str, nonlinearity: str) -> float:
@@ -210,7 +240,9 @@ def xavier_uniform(
     >>> bool(np.abs(nn.init.xavier_uniform((2, 4))).max() <= 1)
     True
     """
-    bound = float(gain) * sqrt(6.0 / sum(_fans("xavier_uniform", shape)))
+    bound = plain_number("xavier_uniform", "gain", gain) * sqrt(
+        6.0 / sum(_fans("xavier_uniform", shape))
+    )
     return uniform(shape, low=-bound, high=bound, generator=generator)
 
 
@@ -222,7 +254,9 @@ def xavier_normal(
     >>> nn.init.xavier_normal((2, 4)).shape
     (2, 4)
     """
-    std = float(gain) * sqrt(2.0 / sum(_fans("xavier_normal", shape)))
+    std = plain_number("xavier_normal", "gain", gain) * sqrt(
+        2.0 / sum(_fans("xavier_normal", shape))
+    )
     return normal(shape, std=std, generator=generator)
 
 
@@ -237,10 +271,15 @@ def orthogonal(
     >>> np.allclose(matrix @ matrix.T, np.eye(2), atol=1e-6)
     True
     """
+    factor = plain_number("orthogonal", "gain", gain)
     _fans("orthogonal", shape)
-    rows, columns = shape[0], prod(shape[1:])
-    high, wide = max(rows, columns), min(rows, columns)
-    basis, triangle = np.linalg.qr(_numpy(generator).standard_normal((high, wide)))
-    basis *= np.where(np.diag(triangle) < 0, -1.0, 1.0)  # makes all such matrices equally likely
-    matrix = basis if rows >= columns else basis.T
-    return (float(gain) * matrix).astype(np.float32).reshape(shape)
+
+    def drawn(numpy: np.random.Generator, sizes: Sequence[int]) -> np.ndarray:
+        rows, columns = sizes[0], prod(sizes[1:])
+        high, wide = max(rows, columns), min(rows, columns)
+        basis, triangle = np.linalg.qr(numpy.standard_normal((high, wide)))
+        basis *= np.where(np.diag(triangle) < 0, -1.0, 1.0)  # makes all such equally likely
+        matrix = basis if rows >= columns else basis.T
+        return _float32(factor * matrix).reshape(sizes)
+
+    return draw("orthogonal", shape, generator, drawn)

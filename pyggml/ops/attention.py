@@ -194,7 +194,10 @@ def scaled_dot_product_attention(
     if heads != key_heads:
         scores = reshape(scores, (batch, heads, queries, keys))
     inputs = (scores,) if mask is None else (scores, _attention_mask(mask, q))
-    weights = record(SOFTMAX, *inputs, scale=factor, causal=bool(causal))
+    try:
+        weights = record(SOFTMAX, *inputs, scale=factor, causal=bool(causal))
+    except ShapeError as error:
+        raise ShapeError(f"{op}: {str(error).removeprefix('softmax: ')}") from None
     weights = dropout(weights, p=dropout_p)
     if heads == key_heads:
         return matmul(weights, v)

@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 
 from .._ffi import ffi, lib
-from ..checks import positive_integer
+from ..checks import as_index, positive_integer, shown
 from ..dtypes import float32
 from ..errors import DTypeError, SettingError, ShapeError
-from ..graph import Op, Shape, Spec
+from ..graph import MAX_AXIS, Op, Shape, Spec
 from ..lowering import GgmlTensor, Lowering
 from ..tensor import Tensor, TensorLike, as_tensor, record
 from .elementwise import add
 from .reduction import sum
-from .rules import need_floats
+from .rules import need_floats, need_shape
 from .shaping import reshape
 from .slicing import lower_pad, lower_slice
 
@@ -34,14 +34,15 @@ Pair = tuple[int, int]
 
 def as_sizes(op: str, name: str, value: int | Sequence[int], least: int, count: int = 2) -> Shape:
     """Return a setting of each spatial axis, given as one integer for all or as one for each."""
-    sizes = tuple(value) if isinstance(value, Sequence) else (value,) * count
-    if len(sizes) != count or any(
-        isinstance(n, bool) or not hasattr(n, "__index__") for n in sizes
-    ):
-        raise DTypeError(f"{op}: {name} must be an integer, or {count} of them; got {value!r}")
-    if min(sizes) < least:
-        raise SettingError(f"{op}: {name} must be at least {least}; got {value!r}")
-    return tuple(n.__index__() for n in sizes)
+    listed = tuple(value) if isinstance(value, Sequence) else (value,) * count
+    sizes = tuple(n for n in map(as_index, listed) if n is not None)
+    if not len(listed) == len(sizes) == count:
+        raise DTypeError(f"{op}: {name} must be an integer, or {count} of them; got {shown(value)}")
+    if min(sizes) < least or max(sizes) > MAX_AXIS:
+        raise SettingError(
+            f"{op}: {name} must be at least {least}, and below 2^31; got {shown(value)}"
+        )
+    return sizes
 
 
 def extent(kernel: Sequence[int], dilation: Sequence[int]) -> Shape:
@@ -80,10 +81,20 @@ def _conv2d_shape(
     x: Spec, weight: Spec, bias: Spec | None = None, *, stride: Pair, padding: Pair,
     dilation: Pair, groups: int,
 ) -> Spec:  # fmt: skip
-    need_floats("conv2d", x, weight)
-    covered = extent(weight.shape[2:], dilation)
-    sizes = windows("conv2d", x.shape[2:], covered, stride, padding)
-    return Spec((x.shape[0], weight.shape[0], *sizes), float32)
+    need_floats("conv2d", x, weight, *(() if bias is None else (bias,)))
+    need_shape("conv2d", "the weight", weight, *(None,) * 4)
+    outputs, channels, *kernel = weight.shape
+    need_shape("conv2d", "the input", x, None, channels * groups, None, None)
+    _need_groups("conv2d", outputs, groups)
+    if bias is not None:
+        need_shape("conv2d", "the bias", bias, outputs)
+    sizes = windows("conv2d", x.shape[2:], extent(kernel, dilation), stride, padding)
+    return Spec((x.shape[0], outputs, *sizes), float32)
+
+
+def _need_groups(op: str, outputs: int, groups: int) -> None:
+    if outputs % groups:
+        raise ShapeError(f"{op}: groups must divide the outputs; got {groups}, {outputs}")
 
 
 def _lower_conv2d(
@@ -174,9 +185,16 @@ CONV2D: Op = Op(
 )
 
 
-def _conv2d_input_shape(g: Spec, weight: Spec, *, size: Pair, groups: int, **settings: Any) -> Spec:
+def _conv2d_input_shape(
+    g: Spec, weight: Spec, *, size: Pair, stride: Pair, padding: Pair, dilation: Pair, groups: int
+) -> Spec:
     need_floats("conv_transpose2d", g, weight)
-    return Spec((g.shape[0], weight.shape[1] * groups, *size), float32)
+    need_shape("conv_transpose2d", "the weight", weight, *(None,) * 4)
+    outputs, channels, *kernel = weight.shape
+    _need_groups("conv_transpose2d", outputs, groups)
+    sizes = windows("conv_transpose2d", size, extent(kernel, dilation), stride, padding)
+    need_shape("conv_transpose2d", "the input", g, None, outputs, *sizes)
+    return Spec((g.shape[0], channels * groups, *size), float32)
 
 
 def _lower_conv2d_input(
@@ -248,7 +266,16 @@ CONV2D_INPUT: Op = Op(
 )
 
 
-def _conv2d_weight_shape(x: Spec, g: Spec, *, kernel: Pair, groups: int, **settings: Any) -> Spec:
+def _conv2d_weight_shape(
+    x: Spec, g: Spec, *, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, groups: int
+) -> Spec:
+    need_floats("conv2d_weight", x, g)
+    need_shape("conv2d_weight", "the input", x, *(None,) * 4)
+    sizes = windows("conv2d_weight", x.shape[2:], extent(kernel, dilation), stride, padding)
+    need_shape("conv2d_weight", "the gradient", g, x.shape[0], None, *sizes)
+    _need_groups("conv2d_weight", g.shape[1], groups)
+    if x.shape[1] % groups:
+        raise ShapeError(f"conv2d_weight: groups must divide the channels; got {groups}, {x.shape}")
     return Spec((g.shape[1], x.shape[1] // groups, *kernel), float32)
 
 

@@ -2,46 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from numbers import Real
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from .._ffi import lib
-from ..checks import positive_integer
+from ..checks import share
 from ..device import Device
 from ..dtypes import float32, int32
-from ..errors import SettingError
-from ..graph import Op, Shape, Spec
+from ..graph import Op, Shape, Spec, check_size
 from ..lowering import GgmlTensor, Lowering, shape_of
-from ..random import KEY_WORDS, Generator, default_generator, random_words
+from ..memory import asking_for_memory
+from ..random import KEY_WORDS, Generator, chosen_generator, random_words
 from ..tensor import Tensor, TensorLike, as_tensor, make_tensor, record
-from .rules import check_ndim, need_floats
+from .rules import as_shape, need_floats, need_integers, need_shape
 
 # ---- rand, randn ---------------------------------------------------------------------------------
 # Made on the host: they are initial values and inputs, not parts of a step.
 
 
-def _sizes(op: str, shape: Sequence[int]) -> Shape:
-    sizes = tuple(positive_integer(op, "each size", size) for size in shape)
-    check_ndim(op, sizes)
-    return sizes
+def draw(
+    op: str,
+    shape: int | Sequence[int],
+    generator: Generator | None,
+    make: Callable[[np.random.Generator, Shape], np.ndarray],
+) -> np.ndarray:
+    """Return an array of random numbers of a shape, which is checked before any is drawn."""
+    sizes = as_shape(op, shape)
+    check_size(op, sizes, float32)
+    source = chosen_generator(op, generator)
+    with asking_for_memory(op, sizes):
+        return make(source.numpy(), sizes)
 
 
 def rand(
-    shape: Sequence[int], *, generator: Generator | None = None, device: Device | str | None = None
+    shape: int | Sequence[int],
+    *,
+    generator: Generator | None = None,
+    device: Device | str | None = None,
 ) -> Tensor:
     """Return a tensor of numbers uniform in [0, 1), drawn from the default generator or another.
 
     >>> ag.rand((2, 3)).shape
     (2, 3)
     """
-    values = (generator or default_generator).numpy().random(_sizes("rand", shape), np.float32)
+    values = draw("rand", shape, generator, lambda numpy, size: numpy.random(size, np.float32))
     return make_tensor(values, device=device, op="rand")
 
 
 def randn(
-    shape: Sequence[int], *, generator: Generator | None = None, device: Device | str | None = None
+    shape: int | Sequence[int],
+    *,
+    generator: Generator | None = None,
+    device: Device | str | None = None,
 ) -> Tensor:
     """Return a tensor of normal numbers, mean 0 and deviation 1.
 
@@ -50,8 +63,8 @@ def randn(
     >>> ag.randn((2, 3)).shape
     (2, 3)
     """
-    values = (
-        (generator or default_generator).numpy().standard_normal(_sizes("randn", shape), np.float32)
+    values = draw(
+        "randn", shape, generator, lambda numpy, size: numpy.standard_normal(size, np.float32)
     )
     return make_tensor(values, device=device, op="randn")
 
@@ -65,7 +78,8 @@ RESOLUTION = 1 << 24  # steps of p: a word's upper 24 bits decide
 
 def _dropout_shape(x: Spec, key: Spec, *, p: float) -> Spec:
     need_floats("dropout", x)
-    assert key.shape == (KEY_WORDS,) and key.dtype is int32
+    need_integers("dropout", "the key", key)
+    need_shape("dropout", "the key", key, KEY_WORDS)
     return Spec(x.shape, x.dtype)
 
 
@@ -111,9 +125,8 @@ def dropout(
     array([0., 0.], dtype=float32)
     """
     x = as_tensor(x, op="dropout")
-    if not isinstance(p, Real) or isinstance(p, bool) or not 0.0 <= p <= 1.0:
-        raise SettingError(f"dropout: p must be in [0, 1]; got {p!r}")
+    p = share("dropout", "p", p)
     if not training or p == 0.0:
         return x
-    key = make_tensor((generator or default_generator).key(), dtype=int32, device=x.device)
-    return record(DROPOUT, x, key, p=float(p))
+    key = make_tensor(chosen_generator("dropout", generator).key(), dtype=int32, device=x.device)
+    return record(DROPOUT, x, key, p=p)

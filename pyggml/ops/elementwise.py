@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import math
-import operator
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -17,7 +16,7 @@ from ..errors import DTypeError
 from ..graph import PLAIN, Node, Op, Shape, Spec, find_node, state
 from ..lowering import GgmlTensor, Lowering, unary
 from ..tensor import Tensor, TensorLike, as_tensor, pending, record
-from .rules import broadcasting, check_ndim, same
+from .rules import as_shape, broadcasting, check_ndim, same
 
 SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
@@ -55,13 +54,11 @@ def full(shape: Sequence[int], value: float, *, device: Device | str | None = No
     array([0.5, 0.5], dtype=float32)
     """
     value = plain_number("full", "value", value)
-    sizes = shape if isinstance(shape, (tuple, list)) else (shape,)
-    if not all(hasattr(size, "__index__") for size in sizes):
-        raise DTypeError(f"full: sizes must be integers; got {shape!r}")
+    sizes = as_shape("full", shape)
     if value == 0 and math.copysign(1.0, value) < 0:  # equal to 0.0, but not the same setting
-        return neg(full(shape, 0.0, device=device))
+        return neg(full(sizes, 0.0, device=device))
     frame = state.open_frame(resolve_device(device))
-    settings = (("shape", tuple(operator.index(size) for size in sizes)), ("value", value))
+    settings = (("shape", sizes), ("value", value))
     return pending(find_node((FULL, settings, PLAIN)), frame)
 
 
@@ -357,9 +354,17 @@ def detach(x: TensorLike) -> Tensor:
 # ---- astype --------------------------------------------------------------------------------------
 # Between float types it is a cast, through which the gradient, always float32, passes unchanged.
 
+
+def _cast_shape(x: Spec, *, dtype: str) -> Spec:
+    wanted = as_dtype(dtype)
+    if not (x.dtype.is_float and wanted.is_float):
+        raise DTypeError(f"cast: needs float types; got {x.dtype} to {wanted}")
+    return Spec(x.shape, wanted)
+
+
 CAST = Op(
     "cast",
-    shape=lambda x, dtype: Spec(x.shape, as_dtype(dtype)),
+    shape=_cast_shape,
     lower=lambda b, x, dtype: b.cast(x, as_dtype(dtype)),
     grad=lambda g, out, x, dtype: g,
     reference=lambda x, dtype: x,  # the device rounds every result to its type

@@ -9,14 +9,23 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from .._ffi import lib
-from ..checks import positive_integer
+from ..checks import as_index, positive_integer, shown
 from ..dtypes import float32, int32
 from ..errors import DTypeError, IndexRangeError, ShapeError
 from ..graph import Op, Spec
 from ..lowering import GgmlTensor, Lowering, shape_of
 from ..tensor import Tensor, TensorLike, as_tensor, record
 from .labels import ONE_HOT, checked_indices, index_range
-from .rules import check_ndim, need_floats, normalize_axes, normalize_axis, split_at
+from .rules import (
+    check_ndim,
+    need_axes,
+    need_floats,
+    need_integers,
+    need_shape,
+    normalize_axes,
+    normalize_axis,
+    split_at,
+)
 from .shaping import reshape
 from .slicing import Range, sliced
 
@@ -24,6 +33,9 @@ from .slicing import Range, sliced
 
 
 def _take_shape(x: Spec, indices: Spec, *, axis: int) -> Spec:
+    need_axes("take", x, (axis,))
+    need_integers("take", "indices", indices)
+    need_shape("take", "indices", indices, None)
     sizes = list(x.shape)
     sizes[axis] = indices.shape[0]
     return Spec(tuple(sizes), x.dtype)
@@ -62,6 +74,9 @@ TAKE: Op = Op(
 
 def _scatter_shape(g: Spec, indices: Spec, *, axis: int, size: int) -> Spec:
     need_floats("scatter", g)
+    need_axes("scatter", g, (axis,))
+    need_integers("scatter", "indices", indices)
+    need_shape("scatter", "indices", indices, g.shape[axis])
     sizes = list(g.shape)
     sizes[axis] = size
     return Spec(tuple(sizes), g.dtype)
@@ -278,9 +293,9 @@ def _is_array(entry: Any) -> bool:
 
 def _position(entry: Any, axis: int, size: int) -> int:
     """Return an integer of a key, counted from the start."""
-    if not hasattr(entry, "__index__"):
-        raise DTypeError(f"index: needs integers, slices, ... or None; got {entry!r}")
-    place = entry.__index__()
+    place = as_index(entry)
+    if place is None:
+        raise DTypeError(f"index: needs integers, slices, ... or None; got {shown(entry)}")
     if not -size <= place < size:
         raise IndexRangeError(f"index: {place} is out of range for axis {axis} of size {size}")
     return place % size

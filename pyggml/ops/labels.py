@@ -16,7 +16,7 @@ from ..graph import Op, Spec
 from ..lowering import GgmlTensor, Lowering
 from ..tensor import Tensor, TensorLike, make_tensor, record
 from .elementwise import mul
-from .rules import need_floats
+from .rules import need_floats, need_integers, need_shape
 from .shaping import reshape
 
 
@@ -58,7 +58,10 @@ def index_range(indices: Tensor) -> tuple[int, int]:
 
 
 def _integers(op: str, values: TensorLike | ArrayLike, what: str) -> np.ndarray:
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError as error:  # ragged nested lists
+        raise DTypeError(f"{op}: {what} must be a rectangular array; {error}") from None
     if array.dtype.kind not in "iu":
         raise DTypeError(
             f"{op}: {what} must be integers; got {array.dtype}; use .astype(np.int32) if they are "
@@ -92,6 +95,14 @@ def integer_labels(
     return make_tensor(np.where(ignored, -1, array), dtype=int32, device=like.device, op=op)
 
 
+def need_rows_with_labels(op: str, x: Spec, labels: Spec) -> None:
+    """Raise an error unless x is (rows, classes), and labels are integers (rows,)."""
+    need_floats(op, x)
+    need_integers(op, "labels", labels)
+    need_shape(op, "the input", x, None, None)
+    need_shape(op, "labels", labels, x.shape[0])
+
+
 def lower_label_numbers(b: Lowering, labels: GgmlTensor) -> GgmlTensor:
     """Return labels (rows,) as a float32 column, exact up to 2^24 classes."""
     return lib.ggml_cast(b.ctx, b.reshape(labels, (labels.ne[0], 1)), float32.ggml)
@@ -112,9 +123,15 @@ def _lower_one_hot(b: Lowering, labels: GgmlTensor, *, classes: int) -> GgmlTens
     return lib.ggml_step(b.ctx, lib.ggml_scale_bias(b.ctx, distance, -1.0, 0.5))
 
 
+def _one_hot_shape(labels: Spec, *, classes: int) -> Spec:
+    need_integers("one_hot", "labels", labels)
+    need_shape("one_hot", "labels", labels, None)
+    return Spec((*labels.shape, classes), float32)
+
+
 ONE_HOT = Op(
     "one_hot",
-    shape=lambda labels, classes: Spec((*labels.shape, classes), float32),
+    shape=_one_hot_shape,
     lower=_lower_one_hot,
     differentiable=False,
     reference=lambda labels, classes: (labels[:, None] == np.arange(classes)).astype(float),
@@ -125,7 +142,7 @@ ONE_HOT = Op(
 
 
 def _pick_shape(x: Spec, labels: Spec) -> Spec:
-    need_floats("pick", x)
+    need_rows_with_labels("pick", x, labels)
     return Spec(labels.shape, x.dtype)
 
 

@@ -21,6 +21,8 @@ from .shaping import PERMUTE, reshape, transpose
 
 def _matmul_shape(a: Spec, b: Spec) -> Spec:
     need_floats("matmul", a, b)
+    if min(len(a.shape), len(b.shape)) < 2:
+        raise ShapeError(f"matmul: needs two axes or more; got {a.shape} @ {b.shape}")
     if a.shape[-1] != b.shape[-2]:
         hint = "; did you mean b.T?" if len(b.shape) == 2 and a.shape[-1] == b.shape[-1] else ""
         raise ShapeError(

@@ -18,10 +18,17 @@ from ..tensor import Tensor, TensorLike, as_tensor, make_tensor, record
 from .activation import softplus
 from .comparison import clamp
 from .elementwise import abs, add, affine, exp, full, log, mul, neg, sub
-from .labels import ONE_HOT, PICK, integer_labels, lower_known, lower_label_numbers
+from .labels import (
+    ONE_HOT,
+    PICK,
+    integer_labels,
+    lower_known,
+    lower_label_numbers,
+    need_rows_with_labels,
+)
 from .power import sqr
 from .reduction import LARGEST, mean, sum
-from .rules import broadcast_shapes, need_floats
+from .rules import broadcast_shapes, need_floats, need_shape
 from .shaping import reshape
 from .softmax import LOG_SOFTMAX, SOFTMAX_BACK, log_softmax, reference_log_softmax, softmax
 
@@ -100,7 +107,7 @@ def huber_loss(
 
 
 def _cross_entropy_shape(logits: Spec, labels: Spec, *, smoothing: float) -> Spec:
-    need_floats("softmax_cross_entropy", logits)
+    need_rows_with_labels("softmax_cross_entropy", logits, labels)
     return Spec(labels.shape, float32)
 
 
@@ -146,6 +153,9 @@ CROSS_ENTROPY: Op = Op(
 
 
 def _cross_entropy_back_shape(g: Spec, logits: Spec, labels: Spec, *, smoothing: float) -> Spec:
+    need_floats("softmax_cross_entropy_back", g)
+    need_rows_with_labels("softmax_cross_entropy_back", logits, labels)
+    need_shape("softmax_cross_entropy_back", "the gradient", g, *labels.shape)
     return Spec(logits.shape, float32)
 
 

@@ -17,7 +17,7 @@ from ..tensor import Tensor, TensorLike, as_tensor, record
 from .elementwise import add, affine, div, mul, neg, sub
 from .power import sqr, sqrt
 from .reduction import SUM, mean, rows_of
-from .rules import need_floats
+from .rules import need_axes, need_floats, need_shape
 from .shaping import reshape
 
 # ---- normalize: (x - mean) / sqrt(variance + eps) over axes, then * weight + bias ----------------
@@ -27,7 +27,24 @@ from .shaping import reshape
 
 def _normalize_shape(x: Spec, *parameters: Spec, **settings: Any) -> Spec:
     need_floats("normalize", x, *parameters)
+    need_axes("normalize", x, settings["axes"])
+    for parameter in parameters:
+        _need_weight("normalize", parameter.shape, x, settings["axes"])
     return Spec(x.shape, x.dtype)
+
+
+def _need_weight(op: str, shape: Shape, x: Spec, axes: tuple[int, ...]) -> None:
+    """Raise ShapeError unless a weight of a shape is repeated as the kernels know it.
+
+    Its sizes are those of the last axes of x, but 1 from some axis on; and it has every normalised
+    axis that lies behind one that is not.
+    """
+    count = len(shape)
+    sizes = x.shape[len(x.shape) - count :]
+    fits = any(shape == (*sizes[:k], *[1] * (count - k)) for k in range(1, len(sizes) + 1))
+    kept = min((i for i in range(-len(x.shape), 0) if i not in axes), default=-len(x.shape))
+    if not fits or any(axis < -count for axis in axes if axis >= kept):
+        raise ShapeError(f"{op}: weight and bias of shape {shape} do not fit {x.shape}")
 
 
 def _layout(x: GgmlTensor, axes: tuple[int, ...]) -> tuple[int, int]:
@@ -161,6 +178,9 @@ NORMALIZE: Op = Op(
 
 
 def _normalize_back_shape(g: Spec, x: Spec, *weight: Spec, **settings: Any) -> Spec:
+    _normalize_shape(x, *weight, **settings)
+    need_floats("normalize_back", g)
+    need_shape("normalize_back", "the gradient", g, *x.shape)
     return Spec(x.shape, x.dtype)
 
 
@@ -243,6 +263,8 @@ NORMALIZE_BACK: Op = Op(
 
 
 def _normalize_dot_shape(g: Spec, x: Spec, *, shape: Shape, **settings: Any) -> Spec:
+    _normalize_back_shape(g, x, **settings)
+    _need_weight("normalize_dot", shape, x, settings["axes"])
     return Spec(shape, x.dtype)
 
 
@@ -307,6 +329,9 @@ NORMALIZE_DOT: Op = Op(
 
 def _batch_statistic_shape(x: Spec, *, axes: tuple[int, ...], variance: bool) -> Spec:
     need_floats("batch_statistics", x)
+    need_axes("batch_statistics", x, axes)
+    if len(axes) != len(x.shape) - 1 or prod(x.shape[axis] for axis in axes) < 2:
+        raise ShapeError(f"batch_statistics: needs two values per channel; got shape {x.shape}")
     return Spec(tuple(x.shape[i] for i in range(-len(x.shape), 0) if i not in axes), x.dtype)
 
 

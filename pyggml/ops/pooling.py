@@ -15,7 +15,7 @@ from ..graph import Op, Shape, Spec
 from ..lowering import GgmlTensor, Lowering, shape_of
 from ..tensor import Tensor, TensorLike, as_tensor, record
 from .convolution import Pair, as_sizes, c_settings, unfold, windows
-from .rules import need_floats
+from .rules import need_floats, need_shape
 from .slicing import lower_pad
 
 # ---- max pooling ---------------------------------------------------------------------------------
@@ -29,6 +29,8 @@ def _pooled(sizes: Sequence[int], kernel: Pair, stride: Pair, padding: Pair) -> 
 
 def _max_pool_shape(values: Spec, x: Spec, *, kernel: Pair, stride: Pair, padding: Pair) -> Spec:
     need_floats("max_pool2d", values, x)
+    need_shape("max_pool2d", "the input", x, *(None,) * 4)
+    need_shape("max_pool2d", "the values", values, *x.shape)
     return Spec((*x.shape[:2], *_pooled(x.shape[2:], kernel, stride, padding)), float32)
 
 
@@ -112,6 +114,8 @@ MAX_POOL: Op = Op(
 
 
 def _max_pool_back_shape(g: Spec, x: Spec, **settings: Any) -> Spec:
+    need_floats("max_pool_back", g)
+    need_shape("max_pool_back", "the gradient", g, *_max_pool_shape(x, x, **settings).shape)
     return Spec(x.shape, float32)
 
 
@@ -203,6 +207,7 @@ def _settings(
 
 def _avg_pool_shape(x: Spec, **settings: Any) -> Spec:
     need_floats("avg_pool2d", x)
+    need_shape("avg_pool2d", "the input", x, *(None,) * 4)
     return Spec((*x.shape[:2], *_pooled(x.shape[2:], **settings)), float32)
 
 
@@ -231,6 +236,8 @@ AVG_POOL: Op = Op(
 
 
 def _avg_pool_back_shape(g: Spec, *, size: Pair, **settings: Any) -> Spec:
+    need_floats("avg_pool_back", g)
+    need_shape("avg_pool_back", "the gradient", g, None, None, *_pooled(size, **settings))
     return Spec((*g.shape[:2], *size), float32)
 
 

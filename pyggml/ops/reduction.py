@@ -16,7 +16,7 @@ from ..tensor import Axis, Tensor, TensorLike, as_tensor, record
 from .comparison import clamp, equal, where
 from .elementwise import add, affine, detach, div, exp, log, mul, neg, sub
 from .power import sqr, sqrt
-from .rules import need_floats, normalize_axes, normalize_axis, split_at
+from .rules import need_axes, need_floats, normalize_axes, normalize_axis, split_at
 from .shaping import broadcast_to, reshape
 
 Stage = tuple[int, int, int]
@@ -33,6 +33,7 @@ def _reducing(op: str) -> Callable[..., Spec]:
 
     def rule(x: Spec, *, axes: tuple[int, ...], keepdims: bool) -> Spec:
         need_floats(op, x)
+        need_axes(op, x, axes)
         return Spec(reduced_shape(x.shape, axes, keepdims), x.dtype)
 
     return rule
@@ -284,6 +285,7 @@ def logsumexp(x: TensorLike, *, axis: Axis = None, keepdims: bool = False) -> Te
 
 def _argmax_shape(x: Spec, *, axis: int, keepdims: bool) -> Spec:
     need_floats("argmax", x)
+    need_axes("argmax", x, (axis,))
     return Spec(reduced_shape(x.shape, (axis,), keepdims), int32)
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from ..dtypes import float32
+import numpy as np
+
+from ..checks import as_index, shown
+from ..dtypes import float32, int32
 from ..errors import DTypeError, ShapeError
 from ..graph import MAX_DIMS, Shape, Spec
 
@@ -17,6 +21,28 @@ def need_floats(op: str, *inputs: Spec) -> None:
                 f"{op}: needs float32; got {x.dtype} of shape {x.shape}; pass dtype='float32' "
                 "when making the tensor"
             )
+
+
+def need_integers(op: str, name: str, x: Spec) -> None:
+    """Raise DTypeError unless an input is int32."""
+    if x.dtype is not int32:
+        raise DTypeError(f"{op}: {name} must be integers; got a tensor of {x.dtype}")
+
+
+def need_shape(op: str, name: str, x: Spec, *shape: int | None) -> None:
+    """Raise ShapeError unless an input has a shape, in which None stands for any size."""
+    fits = len(x.shape) == len(shape) and all(
+        wanted is None or size == wanted for size, wanted in zip(x.shape, shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ShapeError(f"{op}: {name} must have shape ({wanted}); got {x.shape}")
+
+
+def need_axes(op: str, x: Spec, axes: Sequence[int]) -> None:
+    """Raise ShapeError unless all axes, which count from the end, are axes of x, each once."""
+    if any(not -len(x.shape) <= axis < 0 for axis in axes) or len(set(axes)) < len(axes):
+        raise ShapeError(f"{op}: axes {tuple(axes)} are not those of shape {x.shape}")
 
 
 def same(op: str) -> Callable[..., Spec]:
@@ -68,14 +94,42 @@ def check_ndim(op: str, shape: Sequence[int]) -> None:
         )
 
 
+def as_shape(op: str, shape: int | Sequence[int], unknown: bool = False) -> Shape:
+    """Return a shape as a tuple of ints; one integer is that of a vector.
+
+    Raises DTypeError unless its sizes are integers, ShapeError unless there are at most four and
+    they are positive, or -1 where that stands for an unknown one.
+    """
+    listed: list[Any] = list(shape) if _is_listed(shape) else [shape]  # type: ignore[arg-type]
+    if len(listed) == 1 and isinstance(listed[0], (tuple, list)):
+        listed = list(listed[0])
+    sizes = [as_index(size) for size in listed]
+    if any(size is None for size in sizes):
+        raise DTypeError(f"{op}: sizes must be integers; got {shown(shape)}")
+    result = tuple(size for size in sizes if size is not None)
+    check_ndim(op, result)
+    if any((size < 1 and not (unknown and size == -1)) or size >= 1 << 63 for size in result):
+        raise ShapeError(
+            f"{op}: sizes must be positive{', one of them may be -1' if unknown else ''}, and "
+            f"below 2^63; got {shown(result)}"
+        )
+    return result
+
+
+def _is_listed(value: object) -> bool:
+    return not isinstance(value, (str, bytes)) and (
+        isinstance(value, Iterable) and getattr(value, "ndim", 1) == 1
+    )
+
+
 def normalize_axis(op: str, axis: int, ndim: int) -> int:
     """Return an axis counted from the end: -1 is the last.
 
     So it names the same ggml axis in any number of dimensions.
     """
-    if isinstance(axis, bool) or not hasattr(axis, "__index__"):
-        raise DTypeError(f"{op}: axis must be an integer; got {axis!r}")
-    index = axis.__index__()
+    index = as_index(axis)
+    if index is None:
+        raise DTypeError(f"{op}: axis must be an integer; got {shown(axis)}")
     if not -ndim <= index < ndim:
         raise ShapeError(f"{op}: axis {index} does not exist in {ndim} dimensions")
     return index - ndim if index >= 0 else index
@@ -97,7 +151,8 @@ def normalize_axes(op: str, axis: int | Sequence[int] | None, ndim: int) -> tupl
     """
     if axis is None:
         return ALL_AXES[ndim]
-    listed = axis if isinstance(axis, Sequence) else (axis,)
+    is_several = isinstance(axis, Sequence) or (isinstance(axis, np.ndarray) and axis.ndim > 0)
+    listed: tuple[Any, ...] = tuple(axis) if is_several else (axis,)  # type: ignore[arg-type]
     axes = [normalize_axis(op, a, ndim) for a in listed]
     if len(set(axes)) != len(axes):
         raise ShapeError(f"{op}: each axis at most once; got {tuple(listed)}")

@@ -8,18 +8,27 @@ from math import prod
 import numpy as np
 
 from .._ffi import lib
-from ..checks import positive_integer
-from ..errors import DTypeError, ShapeError
+from ..checks import as_list, positive_integer
+from ..errors import ShapeError
 from ..graph import MAX_DIMS, SOURCE, Op, Shape, Spec
 from ..lowering import GgmlTensor, Lowering
 from ..tensor import Tensor, TensorLike, as_tensor, passing, pending, record
 from .elementwise import constant
-from .rules import broadcast_shapes, check_ndim, normalize_axes, normalize_axis, split_at
+from .rules import (
+    as_shape,
+    broadcast_shapes,
+    check_ndim,
+    need_axes,
+    normalize_axes,
+    normalize_axis,
+    split_at,
+)
 
 # ---- reshape -------------------------------------------------------------------------------------
 
 
 def _reshape_shape(x: Spec, *, shape: Shape) -> Spec:
+    check_ndim("reshape", shape)
     if prod(shape) != prod(x.shape):
         raise ShapeError(
             f"reshape: {x.shape} has {prod(x.shape)} elements, {shape} has {prod(shape)}"
@@ -47,25 +56,17 @@ def reshape(x: TensorLike, shape: int | Sequence[int]) -> Tensor:
     array([1., 2., 3., 4.], dtype=float32)
     """
     x = as_tensor(x, op="reshape", dtype=None)
-    sizes = [shape] if hasattr(shape, "__index__") else list(shape)
-    if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
-        sizes = list(sizes[0])
-    if not all(hasattr(size, "__index__") for size in sizes):
-        raise DTypeError(f"reshape: sizes must be integers; got {shape!r}")
-    sizes = [int(size) for size in sizes]
-    check_ndim("reshape", sizes)
-    if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
-        raise ShapeError(
-            f"reshape: sizes must be positive, one of them may be -1; got {tuple(sizes)}"
-        )
+    sizes = as_shape("reshape", shape, unknown=True)
     if -1 in sizes:
+        if sizes.count(-1) > 1:
+            raise ShapeError(f"reshape: sizes must be positive, one of them may be -1; got {sizes}")
         rest = -prod(sizes)
         if prod(x.shape) % rest:
             raise ShapeError(
-                f"reshape: {x.shape} has {prod(x.shape)} elements, which {tuple(sizes)} cannot hold"
+                f"reshape: {x.shape} has {prod(x.shape)} elements, which {sizes} cannot hold"
             )
-        sizes[sizes.index(-1)] = prod(x.shape) // rest
-    return record(RESHAPE, x, shape=tuple(sizes))
+        sizes = tuple(prod(x.shape) // rest if size == -1 else size for size in sizes)
+    return record(RESHAPE, x, shape=sizes)
 
 
 # ---- permute and transpose -----------------------------------------------------------------------
@@ -78,9 +79,16 @@ def _lower_permute(b: Lowering, x: GgmlTensor, *, axes: tuple[int, ...]) -> Ggml
     return lib.ggml_permute(b.ctx, x, *target)
 
 
+def _permute_shape(x: Spec, *, axes: tuple[int, ...]) -> Spec:
+    need_axes("permute", x, axes)
+    if len(axes) != len(x.shape):
+        raise ShapeError(f"permute: each of the {len(x.shape)} axes exactly once; got {axes}")
+    return Spec(tuple(x.shape[a] for a in axes), x.dtype)
+
+
 PERMUTE = Op(
     "permute",
-    shape=lambda x, axes: Spec(tuple(x.shape[a] for a in axes), x.dtype),
+    shape=_permute_shape,
     lower=_lower_permute,
     alias=True,
     grad=lambda g, out, x, axes: permute(g, np.argsort([a % len(axes) for a in axes]).tolist()),
@@ -96,9 +104,10 @@ def permute(x: TensorLike, axes: Sequence[int]) -> Tensor:
            [2., 4.]], dtype=float32)
     """
     x = as_tensor(x, op="permute", dtype=None)
-    order = tuple(normalize_axis("permute", axis, x.ndim) for axis in axes)
+    listed = axes if type(axes) is tuple else as_list("permute", "axes", axes, "integers")
+    order = tuple(normalize_axis("permute", axis, x.ndim) for axis in listed)
     if sorted(order) != list(range(-x.ndim, 0)):
-        raise ShapeError(f"permute: each of the {x.ndim} axes exactly once; got {tuple(axes)}")
+        raise ShapeError(f"permute: each of the {x.ndim} axes exactly once; got {tuple(listed)}")
     return _permuted(x, order)
 
 
@@ -139,6 +148,7 @@ _REVERSED = [tuple(range(-1, -ndim - 1, -1)) for ndim in range(MAX_DIMS + 1)]
 
 
 def _broadcast_to_shape(x: Spec, *, shape: Shape) -> Spec:
+    check_ndim("broadcast_to", shape)
     if broadcast_shapes("broadcast_to", x.shape, shape) != shape:
         raise ShapeError(f"broadcast_to: {x.shape} cannot grow to {shape}")
     return Spec(shape, x.dtype)
@@ -162,10 +172,7 @@ def broadcast_to(x: TensorLike, shape: Sequence[int]) -> Tensor:
            [1., 2.]], dtype=float32)
     """
     x = as_tensor(x, op="broadcast_to", dtype=None)
-    wanted = tuple(int(size) for size in shape)
-    check_ndim("broadcast_to", wanted)
-    if any(size < 1 for size in wanted):
-        raise ShapeError(f"broadcast_to: sizes must be positive; got {wanted}")
+    wanted = as_shape("broadcast_to", shape)
     return x if wanted == x.shape else record(BROADCAST_TO, x, shape=wanted)
 
 
@@ -186,7 +193,7 @@ def squeeze(x: TensorLike, *, axis: int | Sequence[int] | None = None) -> Tensor
         return reshape(x, [size for _, size in sizes if size != 1])
     axes = normalize_axes("squeeze", axis, x.ndim)
     if any(size != 1 for i, size in sizes if i in axes):
-        raise ShapeError(f"squeeze: axes must have size 1; got axes {axes} of shape {x.shape}")
+        raise ShapeError(f"squeeze: axes must have size 1; got axis={axis} of shape {x.shape}")
     return reshape(x, [size for i, size in sizes if i not in axes])
 
 

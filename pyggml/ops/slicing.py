@@ -8,13 +8,13 @@ from math import prod
 import numpy as np
 
 from .._ffi import lib
-from ..checks import positive_integer
+from ..checks import as_list, positive_integer, shown
 from ..dtypes import float32
 from ..errors import DTypeError, ShapeError
 from ..graph import MAX_DIMS, Op, Spec
 from ..lowering import GgmlTensor, Lowering
 from ..tensor import Tensor, TensorLike, as_tensor, record
-from .rules import check_ndim, need_floats, normalize_axis
+from .rules import check_ndim, need_axes, need_floats, normalize_axis
 from .shaping import unsqueeze
 
 # ---- slice and pad, each the gradient of the other -----------------------------------------------
@@ -49,9 +49,18 @@ def _grad_slice(g: Tensor, out: Tensor, x: Tensor, *, ranges: tuple[Range, ...])
     return record(PAD, g, widths=widths, value=0.0)
 
 
+def _slice_shape(x: Spec, *, ranges: tuple[Range, ...]) -> Spec:
+    if len(ranges) != len(x.shape) or any(
+        start < 0 or step < 1 or count < 1 or start + (count - 1) * step >= size
+        for size, (start, step, count) in zip(x.shape, ranges, strict=True)
+    ):
+        raise ShapeError(f"slice: (start, step, count) {ranges} do not lie in shape {x.shape}")
+    return Spec(tuple(count for _, _, count in ranges), x.dtype)
+
+
 SLICE: Op = Op(
     "slice",
-    shape=lambda x, ranges: Spec(tuple(count for _, _, count in ranges), x.dtype),
+    shape=_slice_shape,
     lower=lower_slice,
     alias=True,
     grad=_grad_slice,
@@ -70,6 +79,8 @@ def sliced(x: Tensor, ranges: Sequence[Range]) -> Tensor:
 
 def _pad_shape(x: Spec, *, widths: tuple[Range, ...], value: float) -> Spec:
     need_floats("pad", x)
+    if len(widths) != len(x.shape) or any(b < 0 or step < 1 or a < 0 for b, step, a in widths):
+        raise ShapeError(f"pad: (before, step, after) {widths} do not fit shape {x.shape}")
     sizes = zip(x.shape, widths, strict=True)
     return Spec(tuple(b + (size - 1) * step + 1 + a for size, (b, step, a) in sizes), x.dtype)
 
@@ -168,6 +179,9 @@ MOST_PARTS = 8  # that one node joins; a ggml node takes at most 10 inputs
 
 def _concat_shape(*parts: Spec, axis: int) -> Spec:
     first = parts[0]
+    need_axes("concat", first, (axis,))
+    if len(parts) > MOST_PARTS:
+        raise ShapeError(f"concat: at most {MOST_PARTS} tensors at a time; got {len(parts)}")
     for x in parts:
         if x.dtype is not first.dtype:
             raise DTypeError(f"concat: dtypes must be equal; got {first.dtype} and {x.dtype}")
@@ -176,8 +190,8 @@ def _concat_shape(*parts: Spec, axis: int) -> Spec:
             for i, (m, n) in enumerate(zip(x.shape, first.shape, strict=True), -len(x.shape))
         ):
             raise ShapeError(
-                f"concat: shapes must be equal except along axis {axis}; got {first.shape} and "
-                f"{x.shape}"
+                f"concat: shapes must be equal except along axis {axis + len(first.shape)}; got "
+                f"{first.shape} and {x.shape}"
             )
     sizes = list(first.shape)
     sizes[axis] = sum(x.shape[axis] for x in parts)
@@ -239,7 +253,7 @@ def stack(tensors: Sequence[TensorLike], *, axis: int = 0) -> Tensor:
 
 
 def _parts(op: str, tensors: Sequence[TensorLike]) -> list[Tensor]:
-    listed = list(tensors)
+    listed = as_list(op, "tensors", tensors, "tensors")
     if not listed:
         raise ShapeError(f"{op}: needs at least one tensor; got none")
     like = next((x for x in listed if isinstance(x, Tensor)), None)
@@ -256,16 +270,18 @@ def split(x: TensorLike, sections: int | Sequence[int], *, axis: int = 0) -> tup
     [[1.0], [2.0, 3.0]]
     """
     x = as_tensor(x, op="split", dtype=None)
-    axis = normalize_axis("split", axis, x.ndim)
-    size = x.shape[axis]
+    place = normalize_axis("split", axis, x.ndim)
+    size = x.shape[place]
     if isinstance(sections, (Sequence, np.ndarray)):
         sizes = [positive_integer("split", "sizes", part) for part in sections]
     else:
         count = positive_integer("split", "sections", sections)
-        sizes = [size // count] * count
+        sizes = [size // count] * min(count, size + 1)
     if sum(sizes) != size or 0 in sizes:
-        raise ShapeError(f"split: axis {axis} has size {size}, which {sections} does not divide")
-    return _cut(x, sizes, axis)
+        raise ShapeError(
+            f"split: axis {axis} has size {size}, which {shown(sections)} does not divide"
+        )
+    return _cut(x, sizes, place)
 
 
 def _cut(x: Tensor, sizes: Sequence[int], axis: int) -> tuple[Tensor, ...]:

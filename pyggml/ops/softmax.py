@@ -14,7 +14,7 @@ from ..tensor import Tensor, TensorLike, as_tensor, record
 from .comparison import CLAMP
 from .elementwise import EXP, affine, exp, mul, sub
 from .reduction import LARGEST, MAX, sum
-from .rules import broadcast_shapes, need_floats, normalize_axis
+from .rules import need_axes, need_floats, need_shape, normalize_axis
 from .shaping import transpose
 
 
@@ -33,9 +33,11 @@ def _along_last(op: Op, x: TensorLike, axis: int, **settings: Any) -> Tensor:
 
 def _softmax_shape(x: Spec, mask: Spec | None = None, *, scale: float, causal: bool) -> Spec:
     need_floats("softmax", x)
+    need_axes("softmax", x, (-2, -1) if causal else (-1,))
     if mask is not None:
         need_floats("softmax", mask)
-        if broadcast_shapes("softmax", x.shape, mask.shape) != x.shape:
+        sizes = zip(reversed(mask.shape), reversed(x.shape), strict=False)
+        if len(mask.shape) > len(x.shape) or any(m not in (1, n) for m, n in sizes):
             raise ShapeError(f"softmax: the mask must broadcast to {x.shape}; got {mask.shape}")
     if causal and x.shape[-2] > x.shape[-1]:
         raise ShapeError(
@@ -97,6 +99,9 @@ SOFTMAX: Op = Op(
 
 
 def _softmax_back_shape(g: Spec, y: Spec, *, scale: float, causal: bool) -> Spec:
+    need_floats("softmax_back", g, y)
+    need_axes("softmax_back", y, (-2, -1) if causal else (-1,))
+    need_shape("softmax_back", "the gradient", g, *y.shape)
     return Spec(y.shape, y.dtype)
 
 
@@ -152,6 +157,7 @@ def softmax(x: TensorLike, *, axis: int = -1) -> Tensor:
 
 def _log_softmax_shape(x: Spec) -> Spec:
     need_floats("log_softmax", x)
+    need_axes("log_softmax", x, (-1,))
     return Spec(x.shape, x.dtype)
 
 

@@ -19,6 +19,7 @@ from ..errors import ShapeError
 from ..graph import Op, Spec
 from ..lowering import GgmlTensor, Lowering
 from ..tensor import Tensor
+from .rules import broadcast_shapes, need_floats
 from .shaping import reshape
 from .slicing import sliced
 
@@ -35,9 +36,10 @@ class Effect(NamedTuple):
 
 
 def _assign_shape(target: Spec, value: Spec) -> Spec:
-    if target.shape != value.shape:
+    if target.shape != value.shape or target.dtype.is_float != value.dtype.is_float:
         raise ShapeError(
-            f"assign: target and value must have one shape; got {target.shape} and {value.shape}"
+            f"assign: target and value must have one shape and kind; got {target.shape} of "
+            f"{target.dtype} and {value.shape} of {value.dtype}"
         )
     return Spec(target.shape, target.dtype)
 
@@ -181,6 +183,7 @@ class FusedUpdate:
         return Effect(self.ops[len(states)], inputs, (("row", numbers.row), ("flag", flag)))
 
     def _shape(self, w: Spec, *others: Spec, row: int, flag: bool) -> Spec:
+        need_floats(self.name, w, *others)
         *same, table = others
         if any(x.shape != w.shape for x in same) or table.shape[1:] != (len(self.numbers),):
             shapes = ", ".join(str(x.shape) for x in others)
@@ -343,7 +346,11 @@ AVERAGE = FusedUpdate("average", ("share",), _average, lib.PG_AVERAGE, states=(0
 
 
 def _factored_shape(w: Spec, g: Spec, row: Spec, column: Spec, *numbers: Spec) -> Spec:
-    if w.shape != g.shape or np.broadcast_shapes(row.shape, column.shape) != w.shape:
+    need_floats("factored_step", w, g, row, column, *numbers)
+    for number in numbers:
+        if any(size != 1 for size in number.shape):
+            raise ShapeError(f"factored_step: needs numbers of one element; got {number.shape}")
+    if w.shape != g.shape or broadcast_shapes("factored_step", row.shape, column.shape) != w.shape:
         raise ShapeError(
             f"factored_step: gradient, and row times column, must have the parameter's shape "
             f"{w.shape}; got {g.shape}, {row.shape}, {column.shape}"

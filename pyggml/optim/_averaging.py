@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from ..checks import number_in
+from ..checks import need_mapping, number_in
 from ..device import Device
 from ..errors import DeviceError, DTypeError, GradError, ShapeError
 from ..graph import PLAIN, Frame, find_node
@@ -127,6 +127,7 @@ class EMA:
     def load_state_dict(self, values: Mapping[str, np.ndarray]) -> None:
         """Continue from a state. Raises ShapeError, having changed nothing, if it does not fit."""
         shapes = {"t": (), **{str(i): p.shape for i, p in enumerate(self.params)}}
+        need_mapping("EMA", "values", values)
         given = {name: np.shape(value) for name, value in values.items()}
         if given != shapes:
             raise ShapeError(f"EMA: load_state_dict needs the shapes {shapes}; got {given}")

@@ -7,8 +7,8 @@ from math import inf
 
 import numpy as np
 
-from ..checks import number_in
-from ..errors import GradError
+from ..checks import as_list, number_in, shown
+from ..errors import DTypeError, GradError
 from ..ops import abs, add, clamp, div, max, maximum, mul, sqrt, sum
 from ..tensor import Tensor, make_tensor
 
@@ -27,6 +27,16 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
     return mul(unit, sqrt(total))
 
 
+def _leaves(op: str, params: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """Return tensors with a .grad, each once."""
+    listed = [params] if isinstance(params, Tensor) else as_list(op, "params", params, "parameters")
+    for value in listed:
+        if not isinstance(value, Tensor) or not isinstance(value.grad, (Tensor, type(None))):
+            wrong = value.grad if isinstance(value, Tensor) else value
+            raise DTypeError(f"{op}: needs parameters and tensors as .grad; got {shown(wrong)}")
+    return list(dict.fromkeys(listed))
+
+
 def clip_grad_norm(params: Iterable[Tensor], max_norm: float) -> float:
     """Scale all gradients together so that their norm is at most max_norm; return it from before.
 
@@ -42,9 +52,9 @@ def clip_grad_norm(params: Iterable[Tensor], max_norm: float) -> float:
     >>> optim.clip_grad_norm([w], 1.0), w.grad.numpy()
     (5.0, array([0.6, 0.8], dtype=float32))
     """
-    params = [params] if isinstance(params, Tensor) else list(params)
+    params = _leaves("clip_grad_norm", params)
     limit = max_norm if max_norm == inf else number_in("clip_grad_norm", "max_norm", max_norm, 0.0)
-    gradients = [p.grad for p in dict.fromkeys(params) if p.grad is not None]
+    gradients = [p.grad for p in params if p.grad is not None]
     if not gradients:
         return 0.0
     norm = gradient_norm(gradients).item()
@@ -74,6 +84,6 @@ def clip_grad_value(params: Iterable[Tensor], max_value: float) -> None:
     array([3. , 3.5], dtype=float32)
     """
     limit = number_in("clip_grad_value", "max_value", max_value, 0.0)
-    for parameter in dict.fromkeys(params):
+    for parameter in _leaves("clip_grad_value", params):
         if parameter.grad is not None:
             parameter.grad._become(clamp(parameter.grad, min=-limit, max=limit))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..checks import number_in
+from ..checks import as_list, number_in, shown
 from ..errors import SettingError
-from ..tensor import Tensor
+from ..tensor import Parameter, Tensor
 
 if TYPE_CHECKING:
     from ..nn import Module
@@ -38,7 +38,7 @@ class Group:
         method: str = "Group",
     ) -> None:
         self._method = method  # for messages
-        self.params = list(params)
+        self.params = leaf_tensors(method, params)
         self.lr = lr
         self.lr_scale = lr_scale
         self.weight_decay = weight_decay
@@ -92,7 +92,10 @@ def make_groups(method: str, params: Parameters) -> list[Group]:
     """
     if isinstance(params, Tensor):
         raise SettingError(f"{method}: needs a list of parameters; got one tensor; write [w]")
-    listed = list(params.values() if isinstance(params, Mapping) else params)
+    if hasattr(params, "parameters"):
+        raise SettingError(f"{method}: needs parameters; got a module; write model.parameters()")
+    values = params.values() if isinstance(params, Mapping) else params
+    listed = as_list(method, "params", values, "parameters")
     if not any(isinstance(item, Mapping) for item in listed):
         listed = [{"params": listed}]
     groups = [_make_group(method, item) for item in listed]
@@ -121,12 +124,19 @@ def _make_group(method: str, item: Any) -> Group:
     settings = {name: item[name] for name in SETTINGS if name in item}
     params = item["params"]
     listed = [params] if isinstance(params, Tensor) else params
-    values = list(listed.values() if isinstance(listed, Mapping) else listed)
-    for value in values:
-        if not isinstance(value, Tensor) or not value.is_leaf or value._source is None:
-            kind = type(value).__name__
-            raise SettingError(f"{method}: needs parameters made with ag.param; got {kind}")
-    return Group(dict.fromkeys(values), **settings, method=method)
+    values = listed.values() if isinstance(listed, Mapping) else listed
+    return Group(values, **settings, method=method)
+
+
+def leaf_tensors(op: str, params: Any) -> list[Tensor]:
+    """Return parameters, each once; raise SettingError for what optimizers cannot change."""
+    listed = as_list(op, "params", params, "parameters")
+    for value in listed:
+        source = value._source if isinstance(value, Tensor) and value.is_leaf else None
+        if source is None or (source.owner is None and not isinstance(value, Parameter)):
+            kind = f"a tensor of shape {value.shape}" if isinstance(value, Tensor) else shown(value)
+            raise SettingError(f"{op}: needs parameters made with ag.param; got {kind}")
+    return list(dict.fromkeys(listed))
 
 
 def decay_groups(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import numpy as np
 
-from ..checks import number_in
+from ..checks import as_list, number_in, plain_number, shown
 from ..errors import SettingError
 from ..ops import add, div, full, maximum, mean, mul, sqr, sqrt, sub
 from ..ops import update as fused
@@ -21,11 +22,18 @@ def _zeros(parameter: Tensor, count: int) -> tuple[np.ndarray, ...]:
 
 
 def _betas(method: str, betas: tuple[float, float]) -> tuple[float, float]:
-    first, second = betas
+    first, second = _pair(method, "betas", betas)
     return (
         number_in(method, "betas[0]", first, 0.0, 1.0),
         number_in(method, "betas[1]", second, 0.0, 1.0),
     )
+
+
+def _pair(method: str, name: str, value: Any) -> list[Any]:
+    pair = as_list(method, name, value, "two numbers")
+    if len(pair) != 2:
+        raise SettingError(f"{method}: {name} must be two numbers; got {shown(value)}")
+    return pair
 
 
 class SGD(Optimizer):
@@ -337,10 +345,10 @@ class Adafactor(Optimizer):
         **common: Any,
     ) -> None:
         super().__init__(params, lr, weight_decay=weight_decay, **common)
-        if not beta2_decay <= 0:
+        self.beta2_decay = plain_number("Adafactor", "beta2_decay", beta2_decay)
+        if not -inf < self.beta2_decay <= 0:
             raise SettingError(f"Adafactor: beta2_decay must be at most 0; got {beta2_decay!r}")
-        self.beta2_decay = float(beta2_decay)
-        first, second = eps
+        first, second = _pair("Adafactor", "eps", eps)
         first = float(np.finfo(np.float32).eps) if first is None else first
         self.eps = (
             number_in("Adafactor", "eps[0]", first, 0.0),

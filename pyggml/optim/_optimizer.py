@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..autograd import backward
-from ..checks import number_in, positive_integer
+from ..checks import need_mapping, number_in, positive_integer
 from ..device import Device
 from ..dtypes import float32
 from ..errors import DeviceError, DTypeError, GradError, SettingError, ShapeError
@@ -171,7 +171,7 @@ class Optimizer:
         is called when a step is planned, so it reads from self nothing that changes, but for
         `decays`.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__}: define update_single")
 
     # ---- what people call ----
 
@@ -253,6 +253,8 @@ class Optimizer:
                 f"{name}: with loss_scale the gradients must be those of the scaled loss; call "
                 "opt.backward(loss) in place of ag.backward(loss)"
             )
+        if grads is not None:
+            need_mapping(name, "grads", grads)
         before, updates = (self._gathered, self._counted), self.t
         if count is not None:
             self._counted = [*self._counted, positive_integer(name, "count", count)]
@@ -365,7 +367,7 @@ class Optimizer:
         >>> opt.lr
         0.25
         """
-        load_state(self, values)
+        load_state(self, need_mapping(type(self).__name__, "values", values))
 
     # ---- the run ----
 

@@ -11,7 +11,14 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from ..checks import number_in, positive_integer
+from ..checks import (
+    natural_number,
+    need_mapping,
+    number_in,
+    plain_number,
+    positive_integer,
+    shown,
+)
 from ..errors import SettingError, ShapeError
 from ._groups import Schedule
 
@@ -36,7 +43,17 @@ def step_decay(lr: float, *, every: int, factor: float) -> Schedule:
     lr = number_in("step_decay", "lr", lr, 0.0)
     factor = number_in("step_decay", "factor", factor, 0.0)
     every = positive_integer("step_decay", "every", every)
-    return lambda t: lr * factor ** (t // every)
+
+    def schedule(t: int) -> float:
+        try:
+            return lr * factor ** (t // every)
+        except OverflowError:
+            raise SettingError(
+                f"step_decay: lr {lr} times factor {factor}, {t // every} times, is no number any "
+                "more; take a factor below 1"
+            ) from None
+
+    return schedule
 
 
 def linear_decay(lr: float, *, steps: int, floor: float = 0.0) -> Schedule:
@@ -219,10 +236,10 @@ class ReduceOnPlateau:
         self.base = lr if callable(lr) else constant(lr)
         self.mode = mode
         self.factor = number_in(name, "factor", factor, 0.0, 1.0)
-        self.patience = _count("patience", patience)
+        self.patience = natural_number(name, "patience", patience)
         self.threshold = number_in(name, "threshold", threshold, 0.0)
         self.threshold_mode = threshold_mode
-        self.cooldown = _count("cooldown", cooldown)
+        self.cooldown = natural_number(name, "cooldown", cooldown)
         self.floor = number_in(name, "floor", floor, 0.0)
         self.best = math.inf if mode == "min" else -math.inf
         self._scale = 1.0
@@ -236,7 +253,7 @@ class ReduceOnPlateau:
 
     def update(self, metric: float) -> bool:
         """Take note of a metric; return whether it reduced the learning rate."""
-        value = float(metric)
+        value = plain_number("ReduceOnPlateau", "metric", metric)
         if self._is_better(value):
             self.best, self._bad = value, 0
         else:
@@ -263,20 +280,17 @@ class ReduceOnPlateau:
 
     def load_state_dict(self, values: Mapping[str, np.ndarray]) -> None:
         """Continue from a state. Raises ShapeError, having changed nothing, if it does not fit."""
+        need_mapping("ReduceOnPlateau", "values", values)
         if set(values) != set(_PLATEAU_STATE) or any(np.size(v) != 1 for v in values.values()):
             raise ShapeError(
                 f"ReduceOnPlateau: load_state_dict needs one number for each of "
                 f"{sorted(_PLATEAU_STATE)}; got {sorted(values)}"
             )
         for name, field in _PLATEAU_STATE.items():
-            kind = type(getattr(self, field))
-            setattr(self, field, kind(np.asarray(values[name]).item()))
-
-
-def _count(setting: str, value: int) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 0:
-        raise SettingError(f"ReduceOnPlateau: {setting} must be 0, 1, 2, ...; got {value!r}")
-    return value.__index__()
+            number = np.asarray(values[name])
+            if number.dtype.kind not in "fiu":
+                raise ShapeError(f"ReduceOnPlateau: {name} must be a number; got {shown(number)}")
+            setattr(self, field, type(getattr(self, field))(number.item()))
 
 
 _PLATEAU_STATE = {"best": "best", "scale": "_scale", "bad": "_bad", "cooling": "_cooling"}

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..checks import number_in, positive_integer
+from ..checks import as_list, need_keys, need_path, number_in, plain_number, positive_integer
 from ..errors import SettingError
 from ..io import save_weights
 from ..nn import Module
@@ -53,6 +53,8 @@ class _Watch(Callback):
     def __init__(self, monitor: str, mode: str | None, min_delta: float) -> None:
         self._name = type(self).__name__
         self.monitor = monitor
+        if not isinstance(monitor, str):
+            raise SettingError(f"{self._name}: monitor must be a column's name; got {monitor!r}")
         self.min_delta = number_in(self._name, "min_delta", min_delta, 0.0)
         if mode is None and monitor.endswith("loss"):
             mode = "min"
@@ -88,6 +90,7 @@ class _Watch(Callback):
         return {"best": self.best, "best_epoch": self.best_epoch}
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
+        need_keys(self._name, values, ("best", "best_epoch"))
         self.best, self.best_epoch = values["best"], values["best_epoch"]
 
 
@@ -142,6 +145,7 @@ class EarlyStopping(_Watch):
         return {**super().state_dict(), "weights": self._weights}
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
+        need_keys(self._name, values, ("best", "best_epoch", "weights"))
         super().load_state_dict(values)
         self._weights = values["weights"]
 
@@ -165,7 +169,7 @@ class SaveBest(_Watch):
         min_delta: float = 0.0,
     ) -> None:
         super().__init__(monitor, mode, min_delta)
-        self.path = path
+        self.path = need_path("SaveBest", path)
 
     def on_epoch_end(self, state: FitState) -> None:
         if self._improves(state):
@@ -180,7 +184,7 @@ class CSVLogger(Callback):
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = need_path("CSVLogger", path)
 
     def on_epoch_end(self, state: FitState) -> None:
         state.history.to_csv(self.path)
@@ -200,7 +204,7 @@ class TensorBoardLogger(Callback):
             raise SettingError(
                 "TensorBoardLogger: needs tensorboardX: pip install 'pyggml[tensorboard]'"
             ) from None
-        self._writer = SummaryWriter(os.fspath(folder))
+        self._writer = SummaryWriter(os.fspath(need_path("TensorBoardLogger", folder)))
 
     def on_epoch_end(self, state: FitState) -> None:
         for name, value in state.row.items():
@@ -231,7 +235,9 @@ class LearningRateLogger(Callback):
         return {"rates": np.array(self.rates)}
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        self.rates = list(map(float, values["rates"]))
+        need_keys("LearningRateLogger", values, ("rates",))
+        rates = as_list("LearningRateLogger", "rates", values["rates"], "numbers")
+        self.rates = [plain_number("LearningRateLogger", "a rate", rate) for rate in rates]
 
 
 def _weights_of(state: FitState) -> dict[str, np.ndarray]:

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 
 from ..autograd import no_grad
+from ..checks import as_list, need_function, shown
 from ..data import DataLoader, batch_length, map_arrays
 from ..device import Device
-from ..errors import SettingError, ShapeError
+from ..dtypes import check_array
+from ..errors import DTypeError, SettingError, ShapeError
 from ..nn import Module
 from ..tensor import Tensor, make_tensor
 
@@ -42,6 +44,7 @@ def evaluate(
     {'accuracy': 1.0}
     """
     named = named_metrics("evaluate", metrics)
+    check_functions("evaluate", model, loss=loss, forward=forward)
     return evaluated(model, data, loss, named, forward or pair_forward(model))
 
 
@@ -56,6 +59,7 @@ def predict(model: Any, data: Any, *, forward: Callable[[Any, Any], Any] | None 
     array([0., 2., 4.], dtype=float32)
     """
 
+    check_functions("predict", model, forward=forward)
     device = device_of(model)
 
     def call(model: Any, batch: Any) -> Any:
@@ -80,7 +84,8 @@ def accuracy(outputs: np.ndarray, targets: np.ndarray) -> float:
     >>> pg.train.accuracy(np.array([[0.1, 0.9], [0.8, 0.2]]), np.array([1, 1]))
     0.5
     """
-    outputs, targets = np.asarray(outputs), np.asarray(targets)
+    outputs, _ = check_array(np.asarray(outputs), op="accuracy: outputs")
+    targets, _ = check_array(np.asarray(targets), op="accuracy: targets")
     if outputs.shape[:-1] == targets.shape and targets.dtype.kind in "iu":
         return float(np.mean(outputs.argmax(axis=-1) == targets))
     if outputs.shape == targets.shape:
@@ -108,9 +113,9 @@ def evaluated(
     with mode(model, training=False), no_grad():
         for batch in batches_of("evaluate", data):
             count = batch_length(batch)
-            outputs, targets = forward(model, batch)
+            outputs, targets = pair_of("evaluate", forward, model, batch)
             if loss is not None:  # computes the outputs too: they are still held
-                total += float(loss(outputs, targets).item()) * count
+                total += float(loss_of("evaluate", loss, outputs, targets).item()) * count
             samples += count
             if metrics:
                 gathered.append((as_arrays(outputs), as_arrays(targets)))
@@ -120,7 +125,9 @@ def evaluated(
     result = {} if loss is None else {"loss": total / samples}
     if metrics:
         whole = joined("evaluate", gathered)
-        result.update({name: float(metric(*whole)) for name, metric in metrics.items()})
+        result.update(
+            {name: value_of("evaluate", name, metric, *whole) for name, metric in metrics.items()}
+        )
     return result
 
 
@@ -188,14 +195,52 @@ def named_metrics(op: str, metrics: Metrics) -> dict[str, Metric]:
     if isinstance(metrics, Mapping):
         named = dict(metrics)
     else:
-        functions = [metrics] if callable(metrics) else list(metrics)
+        functions = [metrics] if callable(metrics) else as_list(op, "metrics", metrics, "functions")
         named = {getattr(function, "__name__", ""): function for function in functions}
         if len(named) < len(functions) or not all(named):
             raise SettingError(f"{op}: metrics need names of their own; give a dict of functions")
-    for name in named:
+    for name, metric in named.items():
+        if not isinstance(name, str):
+            raise SettingError(f"{op}: a metric's name must be a text; got {shown(name)}")
+        need_function(op, f"metric {name!r}", metric)
         if name in _COLUMNS or name.startswith("val_"):
             raise SettingError(f"{op}: {name!r} is no name for a metric: a column has it; rename")
     return named
+
+
+def check_functions(op: str, model: Any, **functions: Any) -> None:
+    """Raise DTypeError for a model, or another function that was given, that cannot be called."""
+    need_function(op, "model", model)
+    for name, function in functions.items():
+        if function is not None:
+            need_function(op, name, function)
+
+
+def pair_of(op: str, forward: Forward, model: Any, batch: Any) -> tuple[Any, Any]:
+    """Return the outputs and targets of a batch."""
+    pair = forward(model, batch)
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise DTypeError(f"{op}: forward must return (outputs, targets); got {shown(pair)}")
+    return pair[0], pair[1]
+
+
+def loss_of(op: str, loss: Loss, outputs: Any, targets: Any) -> Tensor:
+    """Return a batch's loss, a tensor of one element."""
+    value = loss(outputs, targets)
+    if not isinstance(value, Tensor):
+        raise DTypeError(f"{op}: loss must return a tensor; got {shown(value)}")
+    return value
+
+
+def value_of(op: str, name: str, metric: Metric, outputs: Any, targets: Any) -> float:
+    """Return a metric's number."""
+    value = metric(outputs, targets)
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise DTypeError(
+            f"{op}: metric {name!r} must return a number; got {shown(value)}"
+        ) from None
 
 
 @contextmanager

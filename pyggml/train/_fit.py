@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 
 from ..autograd import grad_tape
-from ..checks import positive_integer
+from ..checks import as_list, need_function, need_path, positive_integer, shown
 from ..data import batch_length
-from ..errors import NonFiniteLossError, SettingError
+from ..errors import DTypeError, NonFiniteLossError, SettingError
 from ..io import load_state, save_state
 from ..nn import Module
 from ..ops import mul
 from ..optim import Optimizer
 from ..optim._clipping import gradient_norm
-from ..random import Generator, default_generator
+from ..random import Generator, chosen_generator, default_generator
 from ..tensor import Tensor, make_tensor
 from ._callbacks import Callback
 from ._evaluate import (
@@ -31,10 +31,14 @@ from ._evaluate import (
     Loss,
     Metrics,
     as_arrays,
+    check_functions,
     evaluated,
+    loss_of,
     mode,
     named_metrics,
     pair_forward,
+    pair_of,
+    value_of,
 )
 from ._state import FitState, History
 
@@ -103,6 +107,8 @@ def fit(
     True
     """
     _check(loader, epochs, on_nonfinite, state_path, save_every, resume)
+    check_functions("fit", model, loss=need_function("fit", "loss", loss), forward=forward)
+    callbacks = _check_objects(optimizer, callbacks, generator)
     named, forward = named_metrics("fit", metrics), forward or pair_forward(model)
     state = FitState(model, optimizer, History(), skipped_before=optimizer.skipped)
     saved = _Saved(state_path, state, loader, callbacks, generator)
@@ -114,16 +120,16 @@ def fit(
     if is_windowed and not optimizer._gathered:  # what an earlier loop may have left
         optimizer.zero_grad()
 
-    shown = _Bar(progress, epochs, state, loader)
-    with mode(model, training=True), _Interrupts() as interrupts, shown as bar:
+    display = _Bar(progress, epochs, state, loader)
+    with mode(model, training=True), _Interrupts() as interrupts, display as bar:
         while state.is_trained or (state.epoch < epochs and state.stop is None):
             started = time.perf_counter()
             for batch in _rest_of_epoch(loader, state):
                 samples = batch_length(batch)
                 guard.remember()
                 with grad_tape():
-                    outputs, targets = forward(model, batch)
-                    value = loss(outputs, targets)
+                    outputs, targets = pair_of("fit", forward, model, batch)
+                    value = loss_of("fit", loss, outputs, targets)
                     total = mul(value, _number(samples, value)) if is_weighted else value
                 if not named:
                     del outputs  # what nobody holds need not be kept
@@ -137,7 +143,8 @@ def fit(
                     guard.check(state)
                     numbers = {"loss": state.loss}
                     for name, metric in named.items():
-                        numbers[name] = float(metric(as_arrays(outputs), as_arrays(targets)))
+                        arrays = as_arrays(outputs), as_arrays(targets)
+                        numbers[name] = value_of("fit", name, metric, *arrays)
                     state.add(numbers, samples)
                 state.step, state.batch = state.step + 1, state.batch + 1
                 for callback in callbacks:
@@ -193,6 +200,7 @@ def _check(
         name = "resume" if resume else "save_every"
         raise SettingError(f"fit: {name} needs state_path=, the file of the state")
     if state_path is not None:
+        need_path("fit", state_path)
         folder = os.path.dirname(os.path.realpath(state_path))
         if not os.path.isdir(folder):
             raise SettingError(f"fit: state_path needs a folder that is there; make {folder}")
@@ -201,6 +209,20 @@ def _check(
             f"fit: needs batches to loop over; got {type(loader).__name__}; make a loader of "
             "arrays: pg.data.DataLoader((x, y), batch_size=32, shuffle=True)"
         )
+
+
+def _check_objects(optimizer: Any, callbacks: Any, generator: Any) -> list[Callback]:
+    """Return the callbacks; raise DTypeError for objects of another kind than they must be."""
+    if not isinstance(optimizer, Optimizer):
+        raise DTypeError(f"fit: optimizer must be a pg.optim.Optimizer; got {shown(optimizer)}")
+    callbacks = as_list("fit", "callbacks", callbacks, "callbacks")
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise DTypeError(
+                f"fit: callbacks must be pg.train.Callback objects; got {shown(callback)}"
+            )
+    chosen_generator("fit", generator)
+    return callbacks
 
 
 class _Saved:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..checks import as_list, need_keys, need_mapping, need_path
 from ..errors import NonFiniteLossError, SettingError
 from ..optim import Optimizer
 
@@ -30,7 +31,9 @@ class History:
     """
 
     def __init__(self, rows: list[Row] | None = None) -> None:
-        self.rows: list[Row] = list(rows or [])
+        self.rows: list[Row] = as_list("History", "rows", rows or [], "dicts of numbers")
+        for row in self.rows:
+            need_mapping("History", "a row", row)
         self.stopped: str | None = None
         """Why the run ended before its last epoch, if it did."""
 
@@ -62,7 +65,7 @@ class History:
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write all rows as a table, in full precision."""
-        with open(path, "w", newline="", encoding="utf-8") as file:
+        with open(need_path("to_csv", path), "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, self.names(), lineterminator="\n")
             writer.writeheader()
             writer.writerows(self.rows)
@@ -95,6 +98,7 @@ class History:
             axes.grid(alpha=0.25)
             axes.legend(frameon=False)
         if path is not None:
+            need_path("plot", path)
             figure.savefig(path, dpi=150)
         return figure
 
@@ -172,6 +176,7 @@ class FitState:
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
         """Go on from a state."""
+        need_keys("FitState", values, (*_SAVED, "rows"))
         for name in _SAVED:
             setattr(self, name, values[name])
         self.history.rows = list(values["rows"])
