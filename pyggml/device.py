@@ -37,6 +37,7 @@ class Device:
     kind: str
     description = ""  # the maker's name for it
     double = False  # whether floats are float64
+    own_kernels = False  # whether pyggml's own kernels run on it
     has_committed = False  # whether the last run had begun to change sources when it ended
     max_plans = 64  # how many plans are kept; the least recently used one goes first
 
@@ -111,7 +112,6 @@ class Device:
 class GgmlDevice(Device):
     """A backend of ggml, and one working buffer that all its plans share."""
 
-    own_kernels = False  # whether pyggml's own kernels run on it
     stops_for_signals = False  # whether a run can be stopped in the middle
 
     def __init__(self) -> None:
