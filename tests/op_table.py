@@ -298,24 +298,28 @@ ROWS = [
         [normal, normal, normal, normal, positive],
     ),
     # recurrent layers; hidden 34 and batch 9 are more than the kernel's tiles hold
-    Row("lstm", recurrent, [(12, 3), (6, 12), (12,), (2, 3), (2, 3)]),
+    Row("lstm", recurrent, [(12, 3), (12, 5), (6, 5), (12,), (2, 3), (2, 3)]),
     Row(
         "lstm from the end",
         partial(recurrent, reverse=True),
-        [(12, 3), (6, 12), (12,), (2, 3), (2, 3)],
+        [(12, 3), (12, 5), (6, 5), (12,), (2, 3), (2, 3)],
     ),
     Row(
         "lstm large",
-        lambda w, x: recurrent(w / 6.0, x, x[0], x[:9, :34], x[9:, :34], reverse=True),
-        [(136, 34), (18, 136)],
+        lambda w, x, b: recurrent(w / 6.0, w / 6.0, x, b, x[:9], x[9:], reverse=True),
+        [(136, 34), (18, 34), (136,)],
         order=1,
     ),
-    Row("gru", recurrent, [(9, 3), (6, 9), (12,), (2, 3)]),
-    Row("gru from the end", partial(recurrent, reverse=True), [(9, 3), (6, 9), (12,), (2, 3)]),
+    Row("gru", recurrent, [(9, 3), (9, 2), (6, 2), (12,), (2, 3)]),
+    Row(
+        "gru from the end",
+        partial(recurrent, reverse=True),
+        [(9, 3), (9, 2), (6, 2), (12,), (2, 3)],
+    ),
     Row(
         "gru large",
-        lambda w, x, b: recurrent(w / 6.0, x, b, x[:9, :34]),
-        [(102, 34), (18, 102), (136,)],
+        lambda w, x, b: recurrent(w / 6.0, w / 6.0, x, b, x[:9]),
+        [(102, 34), (18, 34), (136,)],
         order=1,
     ),
     # convolution and pooling

@@ -1,7 +1,6 @@
 """Recurrent layers: LSTM and GRU, in PyTorch's formulas and with its parameters.
 
-The input's projection does not depend on the state, so it is one product for all steps; the rest is
-ops.recurrence.
+The steps of a layer are ops.recurrence.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from collections.abc import Sequence
 from math import prod, sqrt
 
 from ..checks import positive_integer
-from ..ops import add, concat, dropout, full, matmul, reshape, split, stack, transpose
+from ..ops import add, concat, dropout, full, reshape, split, stack, transpose
 from ..ops.recurrent import GATES, recurrence
 from ..tensor import Parameter, Tensor, TensorLike
 from . import init
@@ -84,11 +83,11 @@ class _Recurrent(Module):
             if layer and self.dropout:
                 x = dropout(x, p=self.dropout, training=self.training)
             directions = []
+            rows = reshape(x, (prod(x.shape[:2]), x.shape[2]))
             for reverse, suffix in enumerate(self._suffixes(layer)):
-                gates = matmul(x, transpose(self._parameter("weight_ih" + suffix)))
-                gates = reshape(gates, (prod(gates.shape[:2]), gates.shape[2]))
-                inputs = (self._parameter("weight_hh" + suffix), gates, self._bias(suffix, x))
-                h, final = recurrence(*inputs, *starts[len(finals)], reverse=bool(reverse))
+                weights = [self._parameter(name + suffix) for name in ("weight_hh", "weight_ih")]
+                inputs = (*weights, rows, self._bias(suffix, x), *starts[len(finals)])
+                h, final = recurrence(*inputs, reverse=bool(reverse))
                 finals.append(final)
                 directions.append(h)  # (steps, batch, hidden)
             x = concat(directions, axis=-1)

@@ -3,16 +3,16 @@
 On the CPU it is one node: as one node for each operation of each step, a sequence spends its time
 between nodes, and on products too small for BLAS. On other devices it is unrolled into ops.
 
-Gates and states stand in rows of (batch, hidden), in the order of time. ``gates`` is what the input
-contributes, (steps * batch, 4 * hidden) for i, f, g, o of an LSTM and (steps * batch, 3 * hidden)
-for r, z, n of a GRU; ``weight`` is (gates * hidden, hidden). ``bias`` (4 * hidden,) holds those of
-i, f, g, o, or of q, r, z, n, where q = weight_n h + bias_q is what r is multiplied with. ``first``
-are the states to start from, (batch, hidden): h and c of an LSTM, h of a GRU.
+Tensors are rows of (batch, size), in the order of time. ``x`` is the input (steps * batch, inputs);
+``weight_ih`` (gates * hidden, inputs) and ``weight_hh`` (gates * hidden, hidden) have the gates i,
+f, g, o of an LSTM, or r, z, n of a GRU. ``bias`` (4 * hidden,) is what is added for i, f, g, o, or
+for q, r, z, n, where q = weight_hh h + bias is what r is multiplied with in n. ``first`` are the
+states to start from, (batch, hidden): h and c of an LSTM, h of a GRU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -39,68 +39,71 @@ from .slicing import concat, sliced, split
 GATES = 4  # that are kept of a step
 
 
-def _check_shapes(weight: Spec, gates: Spec, bias: Spec, *first: Spec) -> None:
-    need_floats("recurrence", weight, gates, bias, *first)
+def _check_shapes(
+    weight_hh: Spec, weight_ih: Spec, x: Spec, bias: Spec, *first: Spec
+) -> tuple[int, int, int]:
+    """Return steps, batch and hidden."""
+    need_floats("recurrence", weight_hh, weight_ih, x, bias, *first)
     batch, hidden = first[0].shape
-    width = weight.shape[0]
+    width = {1: 3, 2: 4}[len(first)] * hidden
     if (
-        weight.shape != ({1: 3, 2: 4}[len(first)] * hidden, hidden)
+        weight_hh.shape != (width, hidden)
+        or weight_ih.shape != (width, x.shape[1])
         or bias.shape != (GATES * hidden,)
-        or gates.shape[1:] != (width,)
-        or gates.shape[0] % batch
-        or any(x.shape != first[0].shape for x in first)
+        or x.shape[0] % batch
+        or any(h.shape != first[0].shape for h in first)
     ):
-        shapes = [x.shape for x in (weight, gates, bias, *first)]
+        shapes = [t.shape for t in (weight_hh, weight_ih, x, bias, *first)]
         raise ShapeError(
-            "recurrence: needs a weight (gates * hidden, hidden), gates (steps * batch, "
-            "gates * hidden), a bias (4 * hidden,) and one or two states (batch, hidden); got "
-            f"{', '.join(map(str, shapes))}"
+            "recurrence: needs weights (gates * hidden, hidden) and (gates * hidden, inputs), x "
+            "(steps * batch, inputs), a bias (4 * hidden,) and one or two states (batch, hidden); "
+            f"got {', '.join(map(str, shapes))}"
         )
+    return x.shape[0] // batch, batch, hidden
 
 
-def _recurrence_shape(weight: Spec, gates: Spec, bias: Spec, *first: Spec, reverse: bool) -> Spec:
-    _check_shapes(weight, gates, bias, *first)
-    batch, hidden = first[0].shape
-    steps = gates.shape[0] // batch
-    return Spec((len(first) * (steps + 1) + GATES * steps, batch, hidden), float32)
+def _recurrence_shape(*inputs: Spec, reverse: bool) -> Spec:
+    steps, batch, hidden = _check_shapes(*inputs)
+    states = len(inputs) - 4
+    return Spec((states * (steps + 1) + GATES * steps, batch, hidden), float32)
 
 
 def _lower_recurrence(
     b: Lowering,
-    weight: GgmlTensor,
-    gates: GgmlTensor,
-    bias: GgmlTensor,
-    *first: GgmlTensor,
+    weight_hh: GgmlTensor,
+    weight_ih: GgmlTensor,
+    *inputs: GgmlTensor,
     reverse: bool,
 ) -> GgmlTensor:
-    panels = lib.pg_panels(b.ctx, weight, weight.ne[1] // weight.ne[0])
-    gates, bias, h, *c = (b.contiguous(x) for x in (gates, bias, *first))
-    return lib.pg_recurrent(b.ctx, panels, gates, bias, h, c[0] if c else ffi.NULL, reverse)
+    gates = weight_hh.ne[1] // weight_hh.ne[0]
+    panels = [lib.pg_panels(b.ctx, weight, gates) for weight in (weight_hh, weight_ih)]
+    x, bias, h, *c = map(b.contiguous, inputs)
+    return lib.pg_recurrent(b.ctx, *panels, x, bias, h, c[0] if c else ffi.NULL, reverse)
 
 
 def _reference_recurrence(
-    weight: np.ndarray, gates: np.ndarray, bias: np.ndarray, *first: np.ndarray, reverse: bool
+    weight_hh: np.ndarray,
+    weight_ih: np.ndarray,
+    x: np.ndarray,
+    bias: np.ndarray,
+    *first: np.ndarray,
+    reverse: bool,
 ) -> np.ndarray:
     batch, hidden = first[0].shape
-    x = gates.reshape(-1, batch, len(weight))
+    entering = (x @ weight_ih.T).reshape(-1, batch, len(weight_ih))
     h, c = [first[0]], [*first[1:]]
-    kept: list[Any] = [None] * len(x)
-    for t in range(len(x))[:: -1 if reverse else 1]:
-        product = h[-1] @ weight.T
+    kept: list[Any] = [None] * len(entering)
+    for t in range(len(kept))[:: -1 if reverse else 1]:
+        product = h[-1] @ weight_hh.T
         if c:
-            i, f, g, o = np.split(product + x[t] + bias, 4, axis=-1)
-            i, f, g, o = (
-                _reference_sigmoid(i),
-                _reference_sigmoid(f),
-                np.tanh(g),
-                _reference_sigmoid(o),
-            )
+            i, f, g, o = np.split(product + entering[t] + bias, 4, axis=-1)
+            i, f, o, g = *map(_reference_sigmoid, (i, f, o)), np.tanh(g)
             c.append(f * c[-1] + i * g)
             h.append(o * np.tanh(c[-1]))
             kept[t] = i, f, g, o
         else:
             r, z, q = np.split(product, 3, axis=-1)
-            xr, xz, xn = np.split(x[t] + bias[hidden:], 3, axis=-1)
+            xr, xz, xn = np.split(entering[t] + bias[hidden:], 3, axis=-1)
             q = q + bias[:hidden]
             r, z = _reference_sigmoid(r + xr), _reference_sigmoid(z + xz)
             n = np.tanh(xn + r * q)
@@ -124,62 +127,60 @@ RECURRENCE = Op(
 # ---- recurrent_states: h after each step, and the last c -----------------------------------------
 
 
-def _states_shape(kept: Spec, weight: Spec, *rest: Spec, reverse: bool) -> Spec:
-    _check_shapes(weight, *rest)
-    gates, _, h, *c = rest
-    return Spec((gates.shape[0] // h.shape[0] + len(c), *h.shape), float32)
+def _states_shape(kept: Spec, *inputs: Spec, reverse: bool) -> Spec:
+    steps, batch, hidden = _check_shapes(*inputs)
+    return Spec((steps + len(inputs) - 5, batch, hidden), float32)
 
 
-def _states_begin(rows: int, first: Sequence[Any], reverse: bool) -> int:
-    """Return the row of what is kept where the states stand: of an LSTM, c has a row beside h."""
-    steps = (rows - len(first)) // (len(first) + GATES)
-    return 1 if not reverse else 0 if len(first) == 1 else steps
+def _states_begin(steps: int, states: int, reverse: bool) -> int:
+    """Return the row of what is kept where they begin: the last c stands beside the last h."""
+    return 1 if not reverse else 0 if states == 1 else steps
 
 
 def _lower_states(b: Lowering, kept: GgmlTensor, *inputs: GgmlTensor, reverse: bool) -> GgmlTensor:
-    _, gates, _, h, *c = inputs
-    rows = gates.ne[1] // h.ne[1] + len(c)
-    begin = _states_begin(kept.ne[2], (h, *c), reverse)
+    _, _, x, _, *first = inputs
+    steps = x.ne[1] // kept.ne[1]
+    begin = _states_begin(steps, len(first), reverse)
+    rows = steps + len(first) - 1
     return lib.ggml_view_3d(
         b.ctx, kept, kept.ne[0], kept.ne[1], rows, kept.nb[1], kept.nb[2], begin * kept.nb[2]
     )
 
 
 def _reference_states(kept: np.ndarray, *inputs: np.ndarray, reverse: bool) -> np.ndarray:
-    _, gates, _, h, *c = inputs
-    begin = _states_begin(len(kept), (h, *c), reverse)
-    return kept[begin : begin + len(gates) // len(h) + len(c)]
+    _, _, x, _, *first = inputs
+    steps = len(x) // len(first[0])
+    begin = _states_begin(steps, len(first), reverse)
+    return kept[begin : begin + steps + len(first) - 1]
 
 
 def _grad_states(
     g: Tensor, out: Tensor, kept: Tensor, *inputs: Tensor, reverse: bool
 ) -> tuple[Tensor | None, ...]:
-    weight, gates, _, *first = inputs
-    batch, hidden = first[0].shape
-    rows = gates.shape[0]
+    weight_hh, weight_ih, x, _, *first = inputs
+    rows, (batch, hidden) = x.shape[0], first[0].shape
     steps = rows // batch
     if state.mode.taped:  # to be differentiated again
         before, d, d_first = _unrolled_gradients(g, *inputs, reverse=reverse)
     else:
         # The states before each step are those after it, one row to the side.
-        begin = _states_begin(kept.shape[0], first, reverse)
-        begin += (len(first) == 2) + 1 if reverse else -1
+        begin = _states_begin(steps, len(first), reverse) + (len(first) if reverse else -1)
         before = reshape(_rows(kept, begin, steps), (rows, hidden))
-        back = record(RECURRENCE_BACK, weight, g, kept, states=len(first), reverse=reverse)
+        back = record(RECURRENCE_BACK, weight_hh, g, kept, states=len(first), reverse=reverse)
         d = reshape(_rows(back, 0, GATES * steps), (rows, GATES * hidden))
         d_first = [
             reshape(_rows(back, GATES * steps + i, 1), (batch, hidden)) for i in range(len(first))
         ]
     if len(first) == 2:
-        d_gates, d_products = d, d
+        d_x = d
+        d_hh = record(MATMUL, transpose(d), before)
     else:
-        d_gates = sliced(d, ((0, 1, rows), (hidden, 1, 3 * hidden)))
-        d_products = sliced(d, ((0, 1, rows), (0, 1, 3 * hidden)))
-    d_weight = record(MATMUL, transpose(d_products), before)
-    if len(first) == 1:  # the weight begins with r and z, ends with q
-        q, rest = split(d_weight, (hidden, 2 * hidden))
-        d_weight = concat([rest, q])
-    return (None, d_weight, d_gates, sum(d, axis=0), *d_first)
+        d_x = sliced(d, ((0, 1, rows), (hidden, 1, 3 * hidden)))
+        d_h = sliced(d, ((0, 1, rows), (0, 1, 3 * hidden)))
+        q, others = split(record(MATMUL, transpose(d_h), before), (hidden, 2 * hidden))
+        d_hh = concat([others, q])
+    d_ih = record(MATMUL, transpose(d_x), x)
+    return (None, d_hh, d_ih, record(MATMUL, d_x, weight_ih), sum(d, axis=0), *d_first)
 
 
 def _rows(x: Tensor, begin: int, count: int) -> Tensor:
@@ -201,28 +202,28 @@ RECURRENT_STATES = Op(
 # batch, 4 * hidden), then of those in the first states.
 
 
-def _back_shape(weight: Spec, g: Spec, kept: Spec, *, states: int, reverse: bool) -> Spec:
+def _back_shape(weight_hh: Spec, g: Spec, kept: Spec, *, states: int, reverse: bool) -> Spec:
     steps = g.shape[0] - (states - 1)
     return Spec((GATES * steps + states, *g.shape[1:]), float32)
 
 
 def _lower_back(
     b: Lowering,
-    weight: GgmlTensor,
+    weight_hh: GgmlTensor,
     g: GgmlTensor,
     kept: GgmlTensor,
     *,
     states: int,
     reverse: bool,
 ) -> GgmlTensor:
-    panels = lib.pg_panels(b.ctx, lib.ggml_transpose(b.ctx, weight), 1)
+    panels = lib.pg_panels(b.ctx, lib.ggml_transpose(b.ctx, weight_hh), 1)
     return lib.pg_recurrent_back(b.ctx, panels, b.contiguous(g), kept, states, reverse)
 
 
 def _reference_back(
-    weight: np.ndarray, g: np.ndarray, kept: np.ndarray, *, states: int, reverse: bool
+    weight_hh: np.ndarray, g: np.ndarray, kept: np.ndarray, *, states: int, reverse: bool
 ) -> np.ndarray:
-    steps, hidden = len(g) - (states - 1), weight.shape[1]
+    steps, hidden = len(g) - (states - 1), weight_hh.shape[1]
     known = kept[: states * (steps + 1)][:: -1 if reverse else 1]
     gates = kept[len(known) :].reshape(steps, -1, GATES, hidden).swapaxes(1, 2)
     dh, dc = np.zeros_like(g[0]), g[0 if reverse else -1]
@@ -238,12 +239,12 @@ def _reference_back(
                 e * g_ * i * (1.0 - i), e * c * f * (1.0 - f), e * i * (1.0 - g_**2),
                 d * squashed * o * (1.0 - o),
             ]  # fmt: skip
-            dh, dc = np.concatenate(parts, axis=-1) @ weight, e * f
+            dh, dc = np.concatenate(parts, axis=-1) @ weight_hh, e * f
         else:
             (q, r, z, n), h = gates[t], known[step]
             e = d * (1.0 - z) * (1.0 - n**2)
             parts = [e * r, e * q * r * (1.0 - r), d * (h - n) * z * (1.0 - z), e]
-            dh = d * z + np.concatenate([*parts[1:3], parts[0]], axis=-1) @ weight
+            dh = d * z + np.concatenate([*parts[1:3], parts[0]], axis=-1) @ weight_hh
         d_gates[t] = np.concatenate(parts, axis=-1).reshape(GATES, -1, hidden)
     return np.concatenate([*d_gates, [dh, dc][:states]])
 
@@ -306,7 +307,12 @@ def _gru_step(x: Tensor, weight: Tensor, bias: Tensor, states: States) -> tuple[
 
 
 def _unrolled(
-    weight: Tensor, gates: Tensor, bias: Tensor, *first: Tensor, reverse: bool
+    weight_hh: Tensor,
+    weight_ih: Tensor,
+    x: Tensor,
+    bias: Tensor,
+    *first: Tensor,
+    reverse: bool,
 ) -> tuple[list[States], list[States]]:
     """Return the gates of each step, and the states before the first and after each, as taken."""
     batch, hidden = first[0].shape
@@ -314,13 +320,13 @@ def _unrolled(
     if len(first) == 1:
         step = _gru_step
         bias, outside = split(bias, (hidden, 3 * hidden))
-    gates = add(gates, bias if len(first) == 2 else outside)
-    weight = transpose(reshape(weight, (-1, hidden, hidden)), 1, 2)
+    gates = add(matmul(x, transpose(weight_ih)), bias if len(first) == 2 else outside)
+    weight = transpose(reshape(weight_hh, (-1, hidden, hidden)), 1, 2)
     xs = _gate_rows(gates, batch, hidden)
     states: list[States] = [tuple(reshape(x, (1, 1, batch, hidden)) for x in first)]
     kept = []
-    for x in reversed(xs) if reverse else xs:
-        activated, after = step(x, weight, bias, states[-1])
+    for entering in reversed(xs) if reverse else xs:
+        activated, after = step(entering, weight, bias, states[-1])
         kept.append(activated)
         states.append(after)
     return kept, states
@@ -355,18 +361,19 @@ def _tanh_slope(y: Tensor) -> Tensor:
 
 
 def _unrolled_gradients(
-    g: Tensor, weight: Tensor, gates: Tensor, bias: Tensor, *first: Tensor, reverse: bool
+    g: Tensor, weight_hh: Tensor, *inputs: Tensor, reverse: bool
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return the h before each step, and what recurrence_back returns, all differentiable."""
+    _, _, *first = inputs[1:]
     batch, hidden = first[0].shape
-    kept, states = _unrolled(weight, gates, bias, *first, reverse=reverse)
+    kept, states = _unrolled(weight_hh, *inputs, reverse=reverse)
     steps = len(kept)
     grads = [reshape(x, (1, 1, batch, hidden)) for x in _halved(g)]
     dc = None if len(first) == 1 else grads.pop(0 if reverse else -1)
     if reverse:
         grads.reverse()
     dh = None
-    weight = reshape(weight, (-1, hidden, hidden))
+    weight = reshape(weight_hh, (-1, hidden, hidden))
     back = _lstm_back if len(first) == 2 else _gru_back
     d: list[Tensor] = []
     for step in reversed(range(steps)):
@@ -389,15 +396,20 @@ def _unrolled_gradients(
 
 
 def recurrence(
-    weight: Tensor, gates: Tensor, bias: Tensor, *first: Tensor, reverse: bool = False
+    weight_hh: Tensor,
+    weight_ih: Tensor,
+    x: Tensor,
+    bias: Tensor,
+    *first: Tensor,
+    reverse: bool = False,
 ) -> tuple[Tensor, States]:
     """Return h after each step, (steps, batch, hidden) in the order of time, and the last states.
 
     With two first states (h, c) it is an LSTM, with one a GRU. For the shapes see above.
     """
-    device = gates.device
+    inputs = (weight_hh, weight_ih, x, bias, *first)
+    device = x.device
     if device.own_kernels or device.double:
-        inputs = (weight, gates, bias, *first)
         kept = record(RECURRENCE, *inputs, reverse=reverse)
         found = record(RECURRENT_STATES, kept, *inputs, reverse=reverse)
         steps = found.shape[0] - (len(first) - 1)
@@ -406,7 +418,7 @@ def recurrence(
         if len(first) == 2:
             last.append(_rows(found, 0 if reverse else steps, 1))
     else:
-        _, states = _unrolled(weight, gates, bias, *first, reverse=reverse)
+        _, states = _unrolled(*inputs, reverse=reverse)
         h = concat([x for x, *_ in states[1:]][:: -1 if reverse else 1])
         h = reshape(h, (h.shape[0], *first[0].shape))
         last = list(states[-1])

@@ -125,42 +125,62 @@ static float * gates_at(const struct sequence * s, int64_t time) {
 
 /* ---- forward ---- */
 
-/* n units of one item: from the products with the state, the input's part and the bias (both with a stride between gates), the
- * gates, and from those and the state before the state after. */
+/* n units of one item: from the sums of products, which lack the bias, the gates; from those and the state before the state
+ * after. Gates and biases of a unit are `hidden` apart. */
 typedef void (*cell)(
-    int64_t n, const tile * products, int64_t row, const float * x, const float * bias, int64_t hidden, float * gates,
-    const float * h, float * h_next, const float * c, float * c_next);
+    int64_t n, const tile * sums, int64_t row, const float * bias, int64_t hidden, float * gates, const float * h, float * h_next,
+    const float * c, float * c_next);
+
+/* The tiles of sums, one for each gate that is kept, of some rows of x and h and one panel of each gate of the weights. */
+static inline __attribute__((always_inline)) void sums_of_step(
+    const int states, const struct ggml_tensor * x_panels, const struct ggml_tensor * h_panels, int64_t p, int64_t rows,
+    const float * x, const float * h, tile * sums) {
+    const int64_t inputs = x_panels->ne[1], hidden = h_panels->ne[1], per_gate = h_panels->ne[2];
+    const float * x_panel = (const float *) x_panels->data + p * inputs * PANEL;
+    const float * h_panel = (const float *) h_panels->data + p * hidden * PANEL;
+    const int64_t x_gate = per_gate * inputs * PANEL, h_gate = per_gate * hidden * PANEL;
+    if (states == 2) {
+        for (int g = 0; g < 4; g++) {
+            product(rows, x, inputs, x_panel + g * x_gate, inputs, sums[g], false);
+            product(rows, h, hidden, h_panel + g * h_gate, hidden, sums[g], true);
+        }
+        return;
+    }
+    product(rows, h, hidden, h_panel + 2 * h_gate, hidden, sums[0], false);
+    for (int g = 0; g < 2; g++) {
+        product(rows, x, inputs, x_panel + g * x_gate, inputs, sums[1 + g], false);
+        product(rows, h, hidden, h_panel + g * h_gate, hidden, sums[1 + g], true);
+    }
+    product(rows, x, inputs, x_panel + 2 * x_gate, inputs, sums[3], false);
+}
 
 static inline __attribute__((always_inline)) void run_forward(
-    struct ggml_tensor * dst, int ith, int nth, const int gates, const int states, cell f) {
-    const struct ggml_tensor * panels = dst->src[0], * x = dst->src[1], * bias = dst->src[2];
+    struct ggml_tensor * dst, int ith, int nth, const int states, cell f) {
+    const struct ggml_tensor * h_panels = dst->src[0], * x_panels = dst->src[1], * x = dst->src[2], * bias = dst->src[3];
     const struct sequence s = sequence_of(dst, states, get_param_i32(dst, 0));
-    const int64_t hidden = s.hidden, per_gate = panels->ne[2];
+    const int64_t hidden = s.hidden, inputs = x->ne[0];
     int64_t begin, end;
     share_of_work(s.batch, 1, ith, nth, &begin, &end);
     for (int state = 0; begin < end && state < states; state++) {
         float * first = state == 0 ? h_after(&s, 0) : c_after(&s, 0);
-        memcpy(first + begin * hidden, (const float *) dst->src[3 + state]->data + begin * hidden,
+        memcpy(first + begin * hidden, (const float *) dst->src[4 + state]->data + begin * hidden,
                (end - begin) * hidden * sizeof(float));
     }
     for (int64_t step = 0; step < s.steps; step++) {
         const int64_t time = time_of(&s, step);
-        const float * h = h_after(&s, step), * c = states > 1 ? c_after(&s, step) : NULL;
-        float * h_next = h_after(&s, step + 1), * c_next = states > 1 ? c_after(&s, step + 1) : NULL;
-        for (int64_t p = 0; p < per_gate; p++) {
+        const float * h = h_after(&s, step), * c = states == 2 ? c_after(&s, step) : NULL;
+        float * h_next = h_after(&s, step + 1), * c_next = states == 2 ? c_after(&s, step + 1) : NULL;
+        for (int64_t p = 0; p < h_panels->ne[2]; p++) {
             const int64_t unit = p * PANEL, n = MIN(PANEL, hidden - unit);
             for (int64_t row = begin; row < end; row += TILE_ROWS) {
                 const int64_t rows = MIN(TILE_ROWS, end - row);
-                tile products[MOST_GATES];
-                for (int g = 0; g < gates; g++) {
-                    product(rows, h + row * hidden, hidden, (const float *) panels->data + (g * per_gate + p) * hidden * PANEL,
-                            hidden, products[g], false);
-                }
+                tile sums[MOST_GATES];
+                sums_of_step(states, x_panels, h_panels, p, rows, (const float *) x->data + (time * s.batch + row) * inputs,
+                             h + row * hidden, sums);
                 for (int64_t r = 0; r < rows; r++) {
                     const int64_t item = row + r, at = item * hidden + unit;
-                    f(n, products, r, (const float *) x->data + (time * s.batch + item) * gates * hidden + unit,
-                      (const float *) bias->data + unit, hidden, gates_at(&s, time) + item * MOST_GATES * hidden + unit, h + at,
-                      h_next + at, states > 1 ? c + at : NULL, states > 1 ? c_next + at : NULL);
+                    f(n, sums, r, (const float *) bias->data + unit, hidden, gates_at(&s, time) + item * MOST_GATES * hidden + unit,
+                      h + at, h_next + at, states == 2 ? c + at : NULL, states == 2 ? c_next + at : NULL);
                 }
             }
         }
@@ -168,16 +188,14 @@ static inline __attribute__((always_inline)) void run_forward(
 }
 
 static inline void lstm_cell(
-    int64_t n, const tile * products, int64_t row, const float * x, const float * bias, int64_t hidden, float * gates,
-    const float * h, float * h_next, const float * c, float * c_next) {
+    int64_t n, const tile * sums, int64_t row, const float * bias, int64_t hidden, float * gates, const float * h, float * h_next,
+    const float * c, float * c_next) {
     (void) h;
-    const float * pi = products[0][row], * pf = products[1][row], * pg = products[2][row], * po = products[3][row];
+    const float * si = sums[0][row], * sf = sums[1][row], * sg = sums[2][row], * so = sums[3][row];
 #pragma omp simd
     for (int64_t j = 0; j < n; j++) {
-        const float i = sigmoid_of(pi[j] + x[j] + bias[j]);
-        const float f = sigmoid_of(pf[j] + x[hidden + j] + bias[hidden + j]);
-        const float g = tanh_of(pg[j] + x[2 * hidden + j] + bias[2 * hidden + j]);
-        const float o = sigmoid_of(po[j] + x[3 * hidden + j] + bias[3 * hidden + j]);
+        const float i = sigmoid_of(si[j] + bias[j]), f = sigmoid_of(sf[j] + bias[hidden + j]);
+        const float g = tanh_of(sg[j] + bias[2 * hidden + j]), o = sigmoid_of(so[j] + bias[3 * hidden + j]);
         c_next[j] = f * c[j] + i * g;
         h_next[j] = o * tanh_of(c_next[j]);
         gates[j]              = i;
@@ -188,16 +206,15 @@ static inline void lstm_cell(
 }
 
 static inline void gru_cell(
-    int64_t n, const tile * products, int64_t row, const float * x, const float * bias, int64_t hidden, float * gates,
-    const float * h, float * h_next, const float * c, float * c_next) {
+    int64_t n, const tile * sums, int64_t row, const float * bias, int64_t hidden, float * gates, const float * h, float * h_next,
+    const float * c, float * c_next) {
     (void) c, (void) c_next;
-    const float * pr = products[0][row], * pz = products[1][row], * pq = products[2][row];
+    const float * sq = sums[0][row], * sr = sums[1][row], * sz = sums[2][row], * sn = sums[3][row];
 #pragma omp simd
     for (int64_t j = 0; j < n; j++) {
-        const float q = pq[j] + bias[j];
-        const float r = sigmoid_of(pr[j] + x[j] + bias[hidden + j]);
-        const float z = sigmoid_of(pz[j] + x[hidden + j] + bias[2 * hidden + j]);
-        const float m = tanh_of(x[2 * hidden + j] + bias[3 * hidden + j] + r * q);
+        const float q = sq[j] + bias[j];
+        const float r = sigmoid_of(sr[j] + bias[hidden + j]), z = sigmoid_of(sz[j] + bias[2 * hidden + j]);
+        const float m = tanh_of(sn[j] + bias[3 * hidden + j] + r * q); /* n in the formula */
         h_next[j] = m + z * (h[j] - m);
         gates[j]              = q;
         gates[hidden + j]     = r;
@@ -208,22 +225,22 @@ static inline void gru_cell(
 
 static void run_lstm(struct ggml_tensor * dst, int ith, int nth, void * unused) {
     (void) unused;
-    run_forward(dst, ith, nth, 4, 2, lstm_cell);
+    run_forward(dst, ith, nth, 2, lstm_cell);
 }
 
 static void run_gru(struct ggml_tensor * dst, int ith, int nth, void * unused) {
     (void) unused;
-    run_forward(dst, ith, nth, 3, 1, gru_cell);
+    run_forward(dst, ith, nth, 1, gru_cell);
 }
 
 struct ggml_tensor * pg_recurrent(
-    struct ggml_context * ctx, struct ggml_tensor * panels, struct ggml_tensor * x, struct ggml_tensor * bias,
-    struct ggml_tensor * h, struct ggml_tensor * c, bool reverse) {
-    struct ggml_tensor * args[] = {panels, x, bias, h, c};
+    struct ggml_context * ctx, struct ggml_tensor * h_panels, struct ggml_tensor * x_panels, struct ggml_tensor * x,
+    struct ggml_tensor * bias, struct ggml_tensor * h, struct ggml_tensor * c, bool reverse) {
+    struct ggml_tensor * args[] = {h_panels, x_panels, x, bias, h, c};
     const int states = c == NULL ? 1 : 2;
     const int64_t hidden = h->ne[0], batch = h->ne[1], steps = x->ne[1] / batch;
     struct ggml_tensor * node = ggml_custom_4d(
-        ctx, GGML_TYPE_F32, hidden, batch, states * (steps + 1) + MOST_GATES * steps, 1, args, 3 + states,
+        ctx, GGML_TYPE_F32, hidden, batch, states * (steps + 1) + MOST_GATES * steps, 1, args, 4 + states,
         states == 2 ? run_lstm : run_gru, GGML_N_TASKS_MAX, NULL);
     set_param_i32(node, 0, reverse);
     return node;
@@ -238,18 +255,18 @@ typedef void (*cell_back)(
     const float * c, const float * c_next, float * d_gates, float * dh, float * dc);
 
 static inline __attribute__((always_inline)) void run_backward(
-    struct ggml_tensor * dst, int ith, int nth, const int gates, const int states, cell_back f) {
+    struct ggml_tensor * dst, int ith, int nth, const int states, cell_back f) {
     const struct ggml_tensor * panels = dst->src[0];
     const struct sequence s = sequence_of(dst->src[2], states, get_param_i32(dst, 0));
     const int64_t hidden = s.hidden, whole = s.batch * hidden, width = MOST_GATES * hidden, n_panels = panels->ne[2];
     /* of each state after a step, in the order of time, and of c after the last one, on the far side of h */
-    const float * grad = dst->src[1]->data, * grad_h = grad + (states > 1 && s.reverse ? whole : 0);
+    const float * grad = dst->src[1]->data, * grad_h = grad + (states == 2 && s.reverse ? whole : 0);
     float * d_gates = dst->data, * dh = d_gates + s.steps * s.batch * width, * dc = dh + whole;
     int64_t begin, end;
     share_of_work(s.batch, 1, ith, nth, &begin, &end);
     for (int64_t k = begin * hidden; k < end * hidden; k++) {
         dh[k] = 0.0f;
-        if (states > 1) {
+        if (states == 2) {
             dc[k] = grad[(s.reverse ? 0 : s.steps * whole) + k];
         }
     }
@@ -257,13 +274,13 @@ static inline __attribute__((always_inline)) void run_backward(
         const int64_t time = time_of(&s, step);
         const float * after = d_gates + time_of(&s, step + 1) * s.batch * width; /* the step taken after this one */
         for (int64_t p = 0; p < n_panels; p++) {
-            const float * panel = (const float *) panels->data + p * gates * hidden * PANEL;
+            const float * panel = (const float *) panels->data + p * panels->ne[1] * PANEL;
             const int64_t unit = p * PANEL, n = MIN(PANEL, hidden - unit);
             for (int64_t row = begin; row < end; row += TILE_ROWS) {
                 const int64_t rows = MIN(TILE_ROWS, end - row);
                 tile products = {{0}};
-                if (step < s.steps - 1 && gates == MOST_GATES) {
-                    product(rows, after + row * width, width, panel, gates * hidden, products, false);
+                if (step < s.steps - 1 && states == 2) {
+                    product(rows, after + row * width, width, panel, 4 * hidden, products, false);
                 } else if (step < s.steps - 1) { /* the weight has the rows for q last */
                     product(rows, after + row * width, width, panel + 2 * hidden * PANEL, hidden, products, false);
                     product(rows, after + row * width + hidden, width, panel, 2 * hidden, products, true);
@@ -278,7 +295,7 @@ static inline __attribute__((always_inline)) void run_backward(
                     }
                     const int64_t gates_of_item = (time * s.batch + item) * width + unit;
                     f(n, products[r], grad_h + time * whole + at, hidden, gates_at(&s, 0) + gates_of_item, h_after(&s, step) + at,
-                      states > 1 ? c_after(&s, step) + at : NULL, states > 1 ? c_after(&s, step + 1) + at : NULL,
+                      states == 2 ? c_after(&s, step) + at : NULL, states == 2 ? c_after(&s, step + 1) + at : NULL,
                       d_gates + gates_of_item, dh + at, dc + at);
                 }
             }
@@ -322,12 +339,12 @@ static inline void gru_cell_back(
 
 static void run_lstm_back(struct ggml_tensor * dst, int ith, int nth, void * unused) {
     (void) unused;
-    run_backward(dst, ith, nth, 4, 2, lstm_cell_back);
+    run_backward(dst, ith, nth, 2, lstm_cell_back);
 }
 
 static void run_gru_back(struct ggml_tensor * dst, int ith, int nth, void * unused) {
     (void) unused;
-    run_backward(dst, ith, nth, 3, 1, gru_cell_back);
+    run_backward(dst, ith, nth, 1, gru_cell_back);
 }
 
 struct ggml_tensor * pg_recurrent_back(
