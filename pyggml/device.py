@@ -38,6 +38,7 @@ class Device:
     kind: str
     description = ""  # the maker's name for it
     double = False  # whether floats are float64
+    own_kernels = False  # whether pyggml's own kernels run on it
     has_committed = False  # whether the last run had begun to change sources when it ended
     # Plans are kept up to this number and to these bytes; the least recently used ones go first.
     max_plans = 64
@@ -123,7 +124,6 @@ class Device:
 class GgmlDevice(Device):
     """A backend of ggml, and one working buffer that all its plans share."""
 
-    own_kernels = False  # whether pyggml's own kernels run on it
     stops_for_signals = False  # whether a run can be stopped in the middle
     tiled_copies = True  # whether ggml's own way of copying a transpose is the quick one there
 

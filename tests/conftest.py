@@ -1,11 +1,13 @@
 """What all tests share."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
+import numpy as np
 import pytest
 
 import pyggml as pg
+from pyggml import ag, ggml_plan
 from pyggml.device import CpuDevice, Device
 
 # ggml offers a software driver of Vulkan, such as Mesa's, only where this names it.
@@ -63,3 +65,18 @@ def every_device(request: pytest.FixtureRequest) -> Iterator[Device]:
     with pg.device(device):
         yield device
     device.close()
+
+
+@pytest.fixture
+def on_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[np.ndarray]]:
+    """Return a function that runs another on so many threads, however small the work."""
+
+    def run(n_threads: int, fn: Callable[[], Iterable[ag.Tensor]]) -> list[np.ndarray]:
+        monkeypatch.setattr(ggml_plan, "threads_worth_starting", lambda graph: n_threads)
+        device = CpuDevice(n_threads=n_threads)
+        with pg.device(device):
+            values = [value.numpy() for value in fn()]
+        device.close()
+        return values
+
+    return run

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from pyggml import ag
 from pyggml.ops import sum_to
+from pyggml.ops.recurrent import recurrence
 from pyggml.random import Generator
 
 Domain = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
@@ -38,6 +40,12 @@ def around_one(generator: np.random.Generator, shape: tuple[int, ...]) -> np.nda
 
 def labels(classes: int) -> Domain:
     return lambda generator, shape: generator.integers(0, classes, shape)
+
+
+def recurrent(*inputs: ag.Tensor, reverse: bool = False) -> ag.Tensor:
+    """Return all that a recurrent op gives as one tensor."""
+    outputs, last = recurrence(*inputs, reverse=reverse)
+    return ag.concat([outputs, ag.stack(last)])
 
 
 def whole(x: ag.Tensor) -> ag.Tensor:
@@ -303,6 +311,31 @@ ROWS = [
         lambda x, w, b, mean, var: ag.batch_norm(x, w, b, running_mean=mean, running_var=var),
         [(2, 3, 4), (3,), (3,), (3,), (3,)],
         [normal, normal, normal, normal, positive],
+    ),
+    # recurrent layers; hidden 34 and batch 9 are more than the kernel's tiles hold
+    Row("lstm", recurrent, [(12, 3), (12, 5), (6, 5), (12,), (2, 3), (2, 3)]),
+    Row(
+        "lstm from the end",
+        partial(recurrent, reverse=True),
+        [(12, 3), (12, 5), (6, 5), (12,), (2, 3), (2, 3)],
+    ),
+    Row(
+        "lstm large",
+        lambda w, x, b: recurrent(w / 6.0, w / 6.0, x, b, x[:9], x[9:], reverse=True),
+        [(136, 34), (18, 34), (136,)],
+        order=1,
+    ),
+    Row("gru", recurrent, [(9, 3), (9, 2), (6, 2), (12,), (2, 3)]),
+    Row(
+        "gru from the end",
+        partial(recurrent, reverse=True),
+        [(9, 3), (9, 2), (6, 2), (12,), (2, 3)],
+    ),
+    Row(
+        "gru large",
+        lambda w, x, b: recurrent(w / 6.0, w / 6.0, x, b, x[:9]),
+        [(102, 34), (18, 34), (136,)],
+        order=1,
     ),
     # convolution and pooling
     Row("conv2d", ag.conv2d, [(2, 3, 5, 6), (4, 3, 3, 2), (4,)]),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pyggml as pg
-from pyggml import ag, ggml_plan
+from pyggml import ag
 from pyggml.device import CpuDevice
 
 
@@ -27,21 +27,6 @@ def device(request):
     name = request.param
     with pg.device(request.getfixturevalue("portable_cpu") if name == "portable" else name):
         yield name
-
-
-@pytest.fixture
-def on_threads(monkeypatch):
-    """Return a function that runs another on so many threads, however small the work."""
-
-    def run(n_threads, fn):
-        monkeypatch.setattr(ggml_plan, "threads_worth_starting", lambda graph: n_threads)
-        device = CpuDevice(n_threads=n_threads)
-        with pg.device(device):
-            values = [value.numpy() for value in fn()]
-        device.close()
-        return values
-
-    return run
 
 
 def normal(seed, *shape):

@@ -1,6 +1,6 @@
 """Layers that depend on the mode, on random numbers, or on what came before.
 
-These are batch norm, dropout, attention and recurrent layers.
+These are batch norm, dropout and attention layers; test_recurrent.py has the recurrent ones.
 """
 
 from __future__ import annotations
@@ -228,54 +228,6 @@ def test_transformer_layers_drop_in_training_only():
 def test_a_transformer_layer_takes_any_activation():
     layer = nn.TransformerEncoderLayer(4, 2, 8, activation=ag.silu).eval()
     assert layer(ag.tensor(normal(0, 1, 3, 4))).shape == (1, 3, 4)
-
-
-# ---- recurrent layers ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_a_sequence_read_in_two_parts_gives_what_it_gives_in_one(kind, tolerance):
-    layer, x = kind(3, 4, num_layers=2), normal(0, 2, 7, 3)
-    whole, final = layer(x)
-    first, state = layer(x[:, :3])
-    second, state = layer(x[:, 3:], state)
-    joined = np.concatenate([first.numpy(), second.numpy()], axis=1)
-    np.testing.assert_allclose(joined, whole.numpy(), **tolerance)
-    finals = zip(final, state, strict=True) if kind is nn.LSTM else [(final, state)]
-    for expected, found in finals:
-        np.testing.assert_allclose(found.numpy(), expected.numpy(), **tolerance)
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_a_sequence_of_one_step_and_a_long_one_work(kind):
-    layer = kind(2, 3, bidirectional=True)
-    assert layer(np.ones((4, 1, 2)))[0].shape == (4, 1, 6)
-    with ag.grad_tape():
-        loss = ag.mean(layer(ag.tensor(np.ones((1, 100, 2))))[0])
-    ag.backward(loss)
-    assert all(np.isfinite(p.grad.numpy()).all() for p in layer.parameters())
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_training_steps_of_a_recurrent_layer_share_one_plan(kind, device):
-    device.clear_plans()
-    layer = kind(2, 3, num_layers=2, dropout=0.5)
-    opt = optim.SGD(layer.parameters(), lr=0.1)
-    for step in range(3):
-        with ag.grad_tape():
-            loss = ag.mean(ag.sqr(layer(ag.tensor(normal(step, 2, 6, 2)))[0]))
-        opt.zero_grad()
-        ag.backward(loss)
-        opt.step()
-    assert len(device.plans) == 1
-
-
-def test_what_stands_between_recurrent_layers_is_dropped_in_training_only(tolerance):
-    layer = nn.GRU(3, 4, num_layers=2, dropout=1.0)
-    x, other = normal(0, 2, 5, 3), normal(1, 2, 5, 3)
-    np.testing.assert_array_equal(layer(x)[0].numpy(), layer(other)[0].numpy())
-    layer.eval()
-    assert not np.allclose(layer(x)[0].numpy(), layer(other)[0].numpy())
 
 
 def test_statistics_that_nobody_computed_survive_a_change_of_the_weights_before_them():

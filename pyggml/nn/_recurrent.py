@@ -1,32 +1,16 @@
 """Recurrent layers: LSTM and GRU, in PyTorch's formulas and with its parameters.
 
-The input's projection does not depend on the state, so it is one product for all steps; a step is
-then one product and about ten small operations. Within a step, states are (1, 1, batch, hidden) and
-gates (1, gates, batch, hidden): each gate is then a view.
+The steps of a layer are ops.recurrence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import sqrt
-from typing import Any
+from math import prod, sqrt
 
 from ..checks import positive_integer, share
-from ..ops import (
-    add,
-    concat,
-    dropout,
-    full,
-    matmul,
-    mul,
-    permute,
-    reshape,
-    sigmoid,
-    split,
-    sub,
-    tanh,
-    transpose,
-)
+from ..ops import add, concat, dropout, full, reshape, split, stack, transpose
+from ..ops.recurrent import GATES, recurrence
 from ..tensor import Parameter, Tensor, TensorLike
 from . import init
 from ._module import Module
@@ -90,25 +74,25 @@ class _Recurrent(Module):
         if x.ndim != 3 or x.shape[2] != self.input_size:
             axes = ("batch", "steps") if self.batch_first else ("steps", "batch")
             raise misfit(self, f"({axes[0]}, {axes[1]}, {self.input_size})", x)
-        batch = x.shape[0 if self.batch_first else 1]
+        if self.batch_first:
+            x = transpose(x, 0, 1)
+        batch = x.shape[1]
         starts = self._first_states(x, batch, first)
         finals: list[tuple[Tensor, ...]] = []
-        batch_first = self.batch_first
         for layer in range(self.num_layers):
             if layer and self.dropout:
                 x = dropout(x, p=self.dropout, training=self.training)
             directions = []
+            rows = reshape(x, (prod(x.shape[:2]), x.shape[2]))
             for reverse, suffix in enumerate(self._suffixes(layer)):
-                steps = self._projected(x, suffix, batch_first)
-                outputs, final = self._direction(steps, starts[len(finals)], suffix, bool(reverse))
+                weights = [self._parameter(name + suffix) for name in ("weight_hh", "weight_ih")]
+                inputs = (*weights, rows, self._bias(suffix, x), *starts[len(finals)])
+                h, final = recurrence(*inputs, reverse=bool(reverse))
                 finals.append(final)
-                directions.append(concat(outputs))  # (steps, 1, batch, hidden)
+                directions.append(h)  # (steps, batch, hidden)
             x = concat(directions, axis=-1)
-            x = reshape(x, (x.shape[0], *x.shape[2:]))
-            batch_first = False
         output = transpose(x, 0, 1) if self.batch_first else x
-        shape = (len(finals), batch, self.hidden_size)
-        return output, [reshape(concat(state), shape) for state in zip(*finals, strict=True)]
+        return output, [stack(state) for state in zip(*finals, strict=True)]
 
     def _first_states(
         self, x: Tensor, batch: int, first: Sequence[TensorLike] | None
@@ -116,7 +100,7 @@ class _Recurrent(Module):
         """Return the states that each layer and direction starts with: given ones, or zeros."""
         count = self.num_layers * (1 + self.bidirectional)
         if first is None:
-            zeros = full((1, 1, batch, self.hidden_size), 0.0, device=x.device)
+            zeros = full((batch, self.hidden_size), 0.0, device=x.device)
             return [(zeros,) * self.states] * count
         given = []
         shape = (count, batch, self.hidden_size)
@@ -125,44 +109,17 @@ class _Recurrent(Module):
             if state.shape != shape:
                 raise misfit(self, f"first states (layers * directions, batch, hidden) = {shape}",
                              state)  # fmt: skip
-            given.append(split(reshape(state, (count, 1, *shape[1:])), count))
+            given.append([reshape(part, shape[1:]) for part in split(state, count)])
         return list(zip(*given, strict=True))
 
-    def _projected(self, x: Tensor, suffix: str, batch_first: bool) -> list[Tensor]:
-        """Return the input's part of the gates for each step: (1, gates, batch, hidden)."""
-        gates = matmul(x, transpose(self._parameter("weight_ih" + suffix)))
-        if self.bias:
-            gates = add(gates, self._input_bias(suffix))
-        gates = reshape(gates, (*x.shape[:2], self.gates, self.hidden_size))
-        batch, steps = x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
-        gates = permute(gates, (1, 2, 0, 3) if batch_first else (0, 2, 1, 3))
-        # A reshape puts the elements in order, once: then each step is a view.
-        return _rows(reshape(reshape(gates, -1), (steps, self.gates, batch, self.hidden_size)))
+    def _bias(self, suffix: str, x: Tensor) -> Tensor:
+        """Return the sums of both biases of a layer and direction, as ops.recurrence wants them."""
+        if not self.bias:
+            return full((GATES * self.hidden_size,), 0.0, device=x.device)
+        names = ("bias_ih" + suffix, "bias_hh" + suffix)
+        return self._bias_sum(*(self._parameter(name) for name in names))
 
-    def _input_bias(self, suffix: str) -> Tensor:
-        raise NotImplementedError
-
-    def _recurrent_weight(self, suffix: str) -> Tensor:
-        """Return the weight by which a state is multiplied: (gates, hidden, hidden)."""
-        shape = (self.gates, self.hidden_size, self.hidden_size)
-        return transpose(reshape(self._parameter("weight_hh" + suffix), shape), 1, 2)
-
-    def _direction(
-        self, steps: list[Tensor], first: tuple[Tensor, ...], suffix: str, reverse: bool
-    ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-        """Return the outputs of all steps, in their order, and the states after the last one."""
-        outputs = []
-        prepared = self._prepared(suffix)
-        state = first
-        for step in reversed(steps) if reverse else steps:
-            state = self._step(step, state, prepared)
-            outputs.append(state[0])
-        return outputs[::-1] if reverse else outputs, state
-
-    def _prepared(self, suffix: str) -> Any:
-        raise NotImplementedError
-
-    def _step(self, gates: Tensor, state: tuple[Tensor, ...], prepared: Any) -> tuple[Tensor, ...]:
+    def _bias_sum(self, inputs: Parameter, states: Parameter) -> Tensor:
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -172,19 +129,6 @@ class _Recurrent(Module):
             value = getattr(self, name)
             said += "" if value == default else f", {name}={value}"
         return said
-
-
-def _rows(x: Tensor) -> list[Tensor]:
-    """Return the entries of the first axis, each with that axis, by cutting in halves.
-
-    The gradient of a part is as large as what it was cut from: cut in one go, n parts would have
-    n gradients of the whole.
-    """
-    count = x.shape[0]
-    if count == 1:
-        return [x]
-    first, second = split(x, (count // 2, count - count // 2))
-    return _rows(first) + _rows(second)
 
 
 class LSTM(_Recurrent):
@@ -216,19 +160,8 @@ class LSTM(_Recurrent):
         output, (h, c) = self._run(x, states)
         return output, (h, c)
 
-    def _input_bias(self, suffix: str) -> Tensor:
-        return add(self._parameter("bias_ih" + suffix), self._parameter("bias_hh" + suffix))
-
-    def _prepared(self, suffix: str) -> Tensor:
-        return self._recurrent_weight(suffix)
-
-    def _step(self, gates: Tensor, state: tuple[Tensor, ...], prepared: Any) -> tuple[Tensor, ...]:
-        h, c = state
-        gates = add(gates, matmul(h, prepared))
-        entering, g, o = split(gates, (2, 1, 1), axis=1)
-        i, f = split(sigmoid(entering), 2, axis=1)
-        c = add(mul(f, c), mul(i, tanh(g)))
-        return mul(sigmoid(o), tanh(c)), c
+    def _bias_sum(self, inputs: Parameter, states: Parameter) -> Tensor:
+        return add(inputs, states)
 
 
 class GRU(_Recurrent):
@@ -250,28 +183,8 @@ class GRU(_Recurrent):
         output, (h,) = self._run(x, None if state is None else (state,))
         return output, h
 
-    def _input_bias(self, suffix: str) -> Tensor:
-        # The state's bias for n stands inside r (...), so it cannot be added here.
-        outside, _ = split(self._parameter("bias_hh" + suffix), self._parts())
-        zeros = full((self.hidden_size,), 0.0, device=outside.device)
-        return add(self._parameter("bias_ih" + suffix), concat([outside, zeros]))
-
-    def _parts(self) -> tuple[int, int]:
-        return 2 * self.hidden_size, self.hidden_size
-
-    def _prepared(self, suffix: str) -> tuple[Tensor, Tensor | None]:
-        weight = self._recurrent_weight(suffix)
-        if not self.bias:
-            return weight, None
-        return weight, split(self._parameter("bias_hh" + suffix), self._parts())[1]
-
-    def _step(self, gates: Tensor, state: tuple[Tensor, ...], prepared: Any) -> tuple[Tensor, ...]:
-        (h,) = state
-        weight, bias = prepared
-        entering, new = split(gates, (2, 1), axis=1)
-        recurrent, inner = split(matmul(h, weight), (2, 1), axis=1)
-        if bias is not None:
-            inner = add(inner, bias)
-        r, z = split(sigmoid(add(entering, recurrent)), 2, axis=1)
-        n = tanh(add(new, mul(r, inner)))
-        return (add(n, mul(z, sub(h, n))),)
+    def _bias_sum(self, inputs: Parameter, states: Parameter) -> Tensor:
+        # The state's bias for n stands inside r (...): it comes first, by itself.
+        sizes = (2 * self.hidden_size, self.hidden_size)
+        (outer, new), (outer_too, inner) = split(inputs, sizes), split(states, sizes)
+        return concat([inner, add(outer, outer_too), new])

@@ -168,6 +168,21 @@ struct ggml_tensor * pg_avg_pool(
 struct ggml_tensor * pg_avg_pool_back(
     struct ggml_context * ctx, struct ggml_tensor * grad, int64_t h, int64_t w, const int32_t * settings);
 
+/* A matrix x (columns, k), of any strides, as operand of the recurrent kernels: each of so many groups of its columns is cut into
+ * panels of a fixed width, the last one filled up with zeros, each of them contiguous. */
+struct ggml_tensor * pg_panels(struct ggml_context * ctx, struct ggml_tensor * x, int64_t groups);
+/* All steps of an LSTM, or, where c is NULL, of a GRU. Panels are those of the weights (gates * hidden, hidden) of the state and
+ * (gates * hidden, inputs) of the input, a group for each gate; x (steps * batch, inputs), bias (4 * hidden,); h and c (batch,
+ * hidden) are the first states. The result holds all states and gates: see recurrent.c. */
+struct ggml_tensor * pg_recurrent(
+    struct ggml_context * ctx, struct ggml_tensor * h_panels, struct ggml_tensor * x_panels, struct ggml_tensor * x,
+    struct ggml_tensor * bias, struct ggml_tensor * h, struct ggml_tensor * c, bool reverse);
+/* The gradients in the gates (steps, batch, 4 * hidden), then in the first states, from those in h after each step and in the last
+ * c, as they stand in the result of pg_recurrent (kept). panels are those of the state's weight, transposed, in one group. */
+struct ggml_tensor * pg_recurrent_back(
+    struct ggml_context * ctx, struct ggml_tensor * panels, struct ggml_tensor * grad, struct ggml_tensor * kept, int states,
+    bool reverse);
+
 /* One update in place. args: the parameter, its gradient, the method's state, and a table of numbers, whose given row is for this
  * update. The flag makes SGD Nesterov's, RMSprop centered. PG_AVERAGE moves a running average (the parameter) towards the
  * value (the gradient). */
