@@ -61,7 +61,8 @@ class Lowering:
                 tensor.nb[i] == size * prod(tensor.ne[k] for k in range(i)) for i in range(MAX_DIMS)
             ]
             return tensor if all(ordered) else lib.ggml_reshape(self.ctx, tensor, tensor)
-        return self.once(lib.ggml_cont, tensor)
+        own = self.own_kernels and lib.ggml_element_size(tensor) == 4
+        return self.once(lib.pg_contiguous if own else lib.ggml_cont, tensor)
 
     def once(self, constructor: Any, *args: Any) -> GgmlTensor:
         """Return what a constructor makes of the arguments: one tensor for all who ask."""
