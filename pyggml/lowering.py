@@ -76,6 +76,8 @@ class Lowering:
         return self._shared[key]
 
     def _copy(self, tensor: GgmlTensor) -> GgmlTensor:
+        if self.own_kernels and lib.ggml_element_size(tensor) == 4:
+            return lib.pg_contiguous(self.ctx, tensor)
         if self.tiled_copies:
             return lib.ggml_cont(self.ctx, tensor)
         # ggml's Vulkan backend copies a transpose by tiles only into a tensor of the same shape.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from math import inf, nan
 
@@ -402,3 +403,12 @@ def test_a_mistake_is_an_error_that_says_what_is_wrong(name):
     call, error, message = MISTAKES[name]
     with pytest.raises(error, match=re.escape(message)):
         call()
+
+
+@pytest.mark.parametrize("axes", list(itertools.permutations(range(4))))
+def test_permuted_axes_are_copied_in_their_order_by_any_number_of_threads(axes, on_threads):
+    x = np.arange(2.0 * 17 * 3 * 35, dtype=np.float32).reshape(2, 17, 3, 35)
+    expected = x.transpose(axes).ravel()
+    for n_threads in (1, 3):
+        found = on_threads(n_threads, lambda: ag.reshape(ag.permute(x, axes), (-1,)))
+        np.testing.assert_array_equal(found, expected)

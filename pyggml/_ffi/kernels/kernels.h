@@ -129,8 +129,10 @@ struct ggml_tensor * pg_max_middle(struct ggml_context * ctx, struct ggml_tensor
 struct ggml_tensor * pg_argmax_middle(struct ggml_context * ctx, struct ggml_tensor * x, int64_t outer, int64_t inner);
 
 /* Copies to other places. Axes count from the last, as in ggml; every int64_t array has four entries in that order.
+ * pg_contiguous copies x, of four-byte elements with any strides, in the order of its axes.
  * pg_pad sets x, spread to every step-th element, into a tensor of sizes ne full of value; before is where x starts. x may have
  * any strides; the others take contiguous tensors. */
+struct ggml_tensor * pg_contiguous(struct ggml_context * ctx, struct ggml_tensor * x);
 struct ggml_tensor * pg_pad(
     struct ggml_context * ctx, struct ggml_tensor * x, const int64_t * ne, const int64_t * before, const int64_t * step,
     float value);

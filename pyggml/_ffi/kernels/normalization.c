@@ -7,23 +7,25 @@ enum { BLOCK = 256 };
 
 /* ---- softmax ---- */
 
-/* y = scale * x + mask; returns the largest element, -inf for a row of NaN. */
-static float score_row(float * restrict y, const float * restrict x, const float * restrict mask, int64_t n, float scale) {
-    float top = -INFINITY;
+/* y = scale * x + mask. */
+static void score_row(float * restrict y, const float * restrict x, const float * restrict mask, int64_t n, float scale) {
     if (mask == NULL) {
-#pragma omp simd reduction(max : top)
         for (int64_t j = 0; j < n; j++) {
-            const float v = x[j] * scale;
-            y[j] = v;
-            top = v > top ? v : top;
+            y[j] = x[j] * scale;
         }
     } else {
-#pragma omp simd reduction(max : top)
         for (int64_t j = 0; j < n; j++) {
-            const float v = x[j] * scale + mask[j];
-            y[j] = v;
-            top = v > top ? v : top;
+            y[j] = x[j] * scale + mask[j];
         }
+    }
+}
+
+/* The largest element, -inf for a row of NaN. */
+static float row_top(const float * y, int64_t n) {
+    float top = -INFINITY;
+#pragma omp simd reduction(max : top)
+    for (int64_t j = 0; j < n; j++) {
+        top = y[j] > top ? y[j] : top;
     }
     return top;
 }
@@ -36,7 +38,7 @@ static double exp_row(float * y, int64_t n, float shift) {
         float part = 0.0f;
 #pragma omp simd reduction(+ : part)
         for (int64_t j = b; j < last; j++) {
-            const float v = y[j] - shift, e = fast_expf(v < -87.0f ? -87.0f : v);
+            const float v = y[j] - shift, e = normal_expf(v < -87.0f ? -87.0f : v, 0.0f);
             y[j] = v < -87.0f ? 0.0f : e;
             part += y[j];
         }
@@ -70,14 +72,23 @@ static void run_softmax(struct ggml_tensor * dst, int ith, int nth, void * unuse
         float * y = (float *) dst->data + i * n;
         const int64_t seen = causal ? causal_limit(x, i) : n;
         const float * m = mask == NULL ? NULL : mask_row(mask, x, i);
-        const float top = score_row(y, (const float *) x->data + i * n, m, seen, scale);
+        /* whole vectors, what is not seen being -inf: their remainders would take longer than the vectors */
+        const int64_t filled = MIN((seen + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE, n);
+        score_row(y, (const float *) x->data + i * n, m, filled, scale);
+        for (int64_t j = seen; j < filled; j++) {
+            y[j] = -INFINITY;
+        }
+        const float top = row_top(y, filled);
         const bool all_masked = m != NULL && top == -INFINITY;
-        const double total = exp_row(y, seen, all_masked ? 0.0f : top);
+        const double total = exp_row(y, filled, all_masked ? 0.0f : top);
         const float factor = all_masked && total == 0.0 ? 0.0f : (float) (1.0 / total);
-        for (int64_t j = 0; j < seen; j++) {
+        for (int64_t j = 0; j < filled; j++) {
             y[j] *= factor;
         }
-        memset(y + seen, 0, (n - seen) * sizeof(float));
+        for (int64_t j = seen; j < filled; j++) { /* of a row of NaN as well */
+            y[j] = 0.0f;
+        }
+        memset(y + filled, 0, (n - filled) * sizeof(float));
     }
 }
 
@@ -147,7 +158,8 @@ static void run_log_softmax(struct ggml_tensor * dst, int ith, int nth, void * u
     for (int64_t i = begin; i < end; i++) {
         float * y = (float *) dst->data + i * n;
         const float * row = (const float *) x->data + i * n;
-        const float top = score_row(y, row, NULL, n, 1.0f);
+        memcpy(y, row, n * sizeof(float));
+        const float top = row_top(y, n);
         const float log_total = (float) log(exp_row(y, n, top));
         for (int64_t j = 0; j < n; j++) { /* one after the other: near 1e8 their sum would lose the logarithm */
             y[j] = row[j] - top - log_total;

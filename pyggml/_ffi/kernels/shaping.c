@@ -1,4 +1,4 @@
-/* Elements copied to other places: padding, joining, gathering and scattering rows. */
+/* Elements copied to other places: rearranging, padding, joining, gathering and scattering rows. */
 
 #include "common.h"
 
@@ -6,6 +6,52 @@ static void fill(float * y, float value, int64_t n) {
     for (int64_t i = 0; i < n; i++) {
         y[i] = value;
     }
+}
+
+/* ---- contiguous ---- */
+
+enum { TILE = 16 }; /* a tile of a transposed matrix fills as many cache lines as it has rows */
+
+/* Copy n_rows rows of n elements, whose axes have these strides, in elements, to where they are contiguous. */
+static void copy_matrix(const int32_t * x, int64_t across, int64_t down, int32_t * restrict y, int64_t n_rows, int64_t n) {
+    if (across == 1) {
+        for (int64_t row = 0; row < n_rows; row++) {
+            memcpy(y + row * n, x + row * down, n * sizeof(int32_t));
+        }
+        return;
+    }
+    for (int64_t top = 0; top < n_rows; top += TILE) {
+        for (int64_t left = 0; left < n; left += TILE) {
+            for (int64_t row = top; row < MIN(top + TILE, n_rows); row++) {
+                for (int64_t j = left; j < MIN(left + TILE, n); j++) {
+                    y[row * n + j] = x[row * down + j * across];
+                }
+            }
+        }
+    }
+}
+
+static void run_contiguous(struct ggml_tensor * dst, int ith, int nth, void * unused) {
+    (void) unused;
+    const struct ggml_tensor * src = dst->src[0];
+    const int64_t n = dst->ne[0], height = dst->ne[1], item = sizeof(int32_t);
+    int64_t row, end;
+    share_of_work(ggml_nrows(dst), TILE, ith, nth, &row, &end);
+    while (row < end) {
+        const int64_t i1 = row % height, i2 = row / height % dst->ne[2], i3 = row / (height * dst->ne[2]);
+        const int64_t n_rows = MIN(height - i1, end - row);
+        const char * x = (const char *) src->data + i1 * src->nb[1] + i2 * src->nb[2] + i3 * src->nb[3];
+        copy_matrix(
+            (const int32_t *) x, (int64_t) src->nb[0] / item, (int64_t) src->nb[1] / item, (int32_t *) dst->data + row * n, n_rows,
+            n);
+        row += n_rows;
+    }
+}
+
+struct ggml_tensor * pg_contiguous(struct ggml_context * ctx, struct ggml_tensor * x) {
+    struct ggml_tensor * args[] = {x};
+    return ggml_custom_4d(
+        ctx, x->type, x->ne[0], x->ne[1], x->ne[2], x->ne[3], args, 1, run_contiguous, GGML_N_TASKS_MAX, NULL);
 }
 
 /* ---- pad ---- */

@@ -85,6 +85,13 @@ static inline float fast_expf(float x) {
     return exponential_value(exponential_of(x, 0.0f));
 }
 
+/* e^(x + low) where it and the power of 2 in it are normal numbers: for x from -87 to 88. */
+static inline float normal_expf(float x, float low) {
+    const struct rounded n = nearest((x + low) * 1.44269504f);
+    const float r          = reduced(x, low, n.value);
+    return (exp_tail(r) * r * r + r + 1.0f) * power_of_two(n.integer);
+}
+
 /* e^x - 1 for x <= 88 */
 static inline float expm1_of(float x) {
     x                      = bounded(x, -30.0f, 88.0f);
@@ -150,15 +157,8 @@ static inline float softplus_of(float x) {
     return (x < 0.0f ? 0.0f : x) + (e + log1p_tail(e));
 }
 
-/* The normal distribution at t >= 0: its upper tail is ratio * e^(-t^2/2). The exponent is exact to twice a float's digits:
- * t^2 is a product of 12-bit numbers and a small rest. */
-struct normal_tail {
-    float ratio;
-    struct exponential density; /* e^(-t^2/2) */
-};
-
-static inline struct normal_tail normal_tail_of(float t) {
-    const float high = float_of_bits(bits_of_float(t) & ~0xfff);
+/* The normal distribution at t >= 0: its upper tail is this ratio times e^(-t^2/2). */
+static inline float normal_tail_ratio(float t) {
     const float w = 1.0f / (t + 2.5f), v = 1.0f - 5.0f * w;
     float p       = -1.5775235e-4f;
     p             = p * v - 3.1162280e-4f;
@@ -170,27 +170,26 @@ static inline struct normal_tail normal_tail_of(float t) {
     p             = p * v + 1.3198698e-1f;
     p             = p * v - 4.3369201e-1f;
     p             = p * v + 7.0665663e-1f;
-    return (struct normal_tail) {
-        .ratio   = p * w,
-        .density = exponential_of(-0.5f * high * high, -0.5f * (t - high) * (t + high)),
-    };
+    return p * w;
 }
 
 enum { NORMAL_END = 15 }; /* the normal density beyond is 0 in a float */
 
-/* x times the normal distribution function: relu(x) less the tail, for either sign. To 6 ulp for x < 0, where it is the tail. */
+/* x times the normal distribution function: relu(x) less the tail, for either sign. To 6 ulp for x < 0, where it is the tail:
+ * the exponent is exact to twice a float's digits, t^2 being a product of 12-bit numbers and a small rest; and only the last
+ * product may leave the range of normal numbers, the density being a square. */
 static inline float gelu_of(float x) {
-    const float t             = bounded(fabsf(x), 0.0f, NORMAL_END);
-    const struct normal_tail n = normal_tail_of(t);
-    const float tail          = t * n.ratio * n.density.mantissa * n.density.scale1 * n.density.scale2;
-    return (x < 0.0f ? 0.0f : x) - tail;
+    const float size = fabsf(x), t = size > NORMAL_END ? NORMAL_END : size;
+    const float high = float_of_bits(bits_of_float(t) & ~0xfff);
+    const float root = normal_expf(-0.25f * high * high, -0.25f * (t - high) * (t + high));
+    return (x < 0.0f ? 0.0f : x) - t * normal_tail_ratio(t) * root * root;
 }
 
+/* Its derivative, accurate beside 1; from 13 on it is 0 or 1. */
 static inline float gelu_slope(float x) {
-    const float b              = bounded(x, -NORMAL_END, NORMAL_END);
-    const struct normal_tail n = normal_tail_of(fabsf(b));
-    const float e              = exponential_value(n.density);
-    return (b >= 0.0f ? 1.0f : 0.0f) + e * ((b >= 0.0f ? -n.ratio : n.ratio) + 0.39894228f * b);
+    const float b = bounded(x, -13.0f, 13.0f), t = fabsf(b);
+    const float density = t < 13.0f ? normal_expf(-0.5f * t * t, 0.0f) : 0.0f, tail = normal_tail_ratio(t);
+    return (b >= 0.0f ? 1.0f : 0.0f) + density * ((b >= 0.0f ? -tail : tail) + 0.39894228f * b);
 }
 
 /* x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3): GELU by way of tanh. In the tail the value is x e^(2 u), and the
