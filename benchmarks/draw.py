@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import LogLocator, NullLocator, PercentFormatter
 
 BLUE, ORANGE, GREEN, GREY, BLACK = "#3366aa", "#dd7722", "#44995a", "#888888", "#222222"
 COLOURS = {"pyggml": BLACK, "PyTorch": ORANGE, "torch.compile": GREEN, "JAX": BLUE}
@@ -29,8 +29,9 @@ def draw_ratios(axes: Any, results: list[dict[str, Any]], mode: str) -> None:
         axes.plot([result["goal"]] * 2, [y - 0.38, y + 0.38], color=GREY, linewidth=1.5,
                   label="goal" if y == 0 else None)  # fmt: skip
     axes.axvline(1.0, color=BLACK, linewidth=0.8)
+    values = [value for result in shown for ratio in result["ratios"].values() for value in ratio]
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(FixedLocator([0.25, 0.5, 1, 2, 4, 8, 16]))
+    axes.xaxis.set_major_locator(LogLocator(base=2 if max(values) < 64 * min(values) else 10))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_yticks(range(len(shown)), [f"{r['title']}, batch {r['batch']}" for r in shown])

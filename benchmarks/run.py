@@ -28,7 +28,7 @@ FLOOR_SHARE = 0.85  # of a measured ratio: what is left for noise and other mach
 
 # Of each theme: its flags, and those of a quick run.
 THEMES: dict[str, tuple[list[str], list[str]]] = {
-    "peak": ([], ["--sizes", "1024", "--rounds", "5"]),
+    "peak": ([], ["--sizes", "512", "1024", "--rounds", "5"]),
     "models": (
         [],
         ["--peers", "PyTorch", "JAX", "--rounds", "5", "--turn", "0.1", "--budget", "10",
@@ -208,12 +208,15 @@ def tables(numbers: dict[str, Any]) -> str:
         f"{said}, {versions or 'no peers'}. CPU: {about['CPU']}; threads: {about['threads']}; load "
         f"of the machine when the run began: {numbers['load']:.1f}.\n"
     ]
+    if numbers["load"] > 1:
+        parts.append("Other programs were using the machine: its times are too long.\n")
     if "models" in numbers:
         parts += ["Microseconds (medians).\n", *model_tables(numbers["models"])]
     rows = []
     for goal in goals(numbers):
         limit = f"{'at least' if goal.is_ratio else 'at most'} {goal.goal:g}"
-        measured = f"{goal.value:.3g} {goal.unit}".strip()
+        measured = f"{goal.value:,.0f}" if goal.value >= 100 else f"{goal.value:.3g}"
+        measured = f"{measured} {goal.unit}".strip()
         rows.append([goal.name, measured, limit, "yes" if goal.is_met else "no"])
     if rows:
         parts += ["Goals.\n", table(["figure", "measured", "goal", "reached"], rows)]

@@ -206,7 +206,7 @@ WORKLOADS = {
     "mlp-small": Workload("MLP 64-128-10", Mlp((64, 128, 10)), 32, 1.6, 2.0),
     "gpt-small": Workload("GPT 4 x 128, context 64", Gpt(4, 128, 4, 64), 12, 1.15, 2.0),
     "gpt-medium": Workload("GPT 6 x 384, context 256", Gpt(6, 384, 6, 256), 8, 1.05, 1.0),
-    "cnn": Workload("CNN 28 x 28, 32 and 64 channels", Cnn(), 64, 1.0, 2.0),
+    "cnn": Workload("CNN 28 x 28, 32-64 channels", Cnn(), 64, 1.0, 2.0),
     "lstm": Workload("LSTM 128, 50 steps", Lstm(), 32, 1.5, 2.0),
 }
 
