@@ -54,7 +54,12 @@ def parse_flags() -> argparse.Namespace:
     )
     flag("--png", type=Path, metavar="FILE", help="draw the numbers")
     flag("--page", type=Path, metavar="FILE", help="put tables into this Markdown page")
-    flag("--check", type=Path, metavar="FILE", help="fail if a ratio is below its floor")
+    flag(
+        "--check",
+        type=Path,
+        metavar="FILE",
+        help="fail if a ratio is below its floor; by default, only what has ratios is run",
+    )
     flag("--write-floors", type=Path, metavar="FILE",
          help=f"write floors: {FLOOR_SHARE} of the ratios measured")  # fmt: skip
     return parser.parse_args()
