@@ -21,7 +21,7 @@ from .cpus import default_num_threads
 from .dtypes import DType
 from .errors import DeviceError, DeviceMemoryError
 from .graph import Source, state
-from .memory import HostStorage, allocate, release_idle
+from .memory import LARGE, HostStorage, allocate, release_idle
 
 if TYPE_CHECKING:
     from .plan import Plan, Program, Step
@@ -213,16 +213,18 @@ class CpuDevice(GgmlDevice):
                 self.epoch += 1
 
     def upload(self, array: np.ndarray, dtype: DType) -> HostStorage:
+        encoded = dtype.encode(array)
+        if array.size * dtype.size < LARGE:
+            return HostStorage(np.array(encoded, dtype.stored, order="C"))
         storage = allocate(array.shape, dtype.stored)
-        with np.errstate(over="ignore"):  # a float64 beyond float32 is infinite
-            storage.array[...] = dtype.encode(array)
+        storage.array[...] = encoded
         return storage
 
     def download(self, source: Source) -> np.ndarray:
         return source.dtype.decode(source.storage.array.copy())
 
     def write(self, source: Source, array: np.ndarray) -> None:
-        with self.lock, np.errstate(over="ignore"):
+        with self.lock:
             source.storage.array[...] = source.dtype.encode(array)
 
     def integer_range(self, source: Source) -> tuple[int, int]:

@@ -36,17 +36,16 @@ class DType:
         return self.is_float and self.size == 2
 
     def encode(self, array: np.ndarray) -> np.ndarray:
-        """Return an array as a half type stores it; any other array as it is."""
-        if self is float16:
-            with np.errstate(over="ignore"):  # to infinity, as everywhere
-                return array.astype(np.float16, copy=False)
-        if self is not bfloat16:
-            return array
-        with np.errstate(over="ignore"):
-            bits = array.astype(np.float32, order="C").view(np.uint32)
-        upper = bits >> 16
-        nearest = (bits + (0x7FFF + (upper & 1))) >> 16  # ties to even
-        return np.where(np.isnan(array), upper | 0x40, nearest).astype(np.uint16)
+        """Return an array that NumPy can assign to a stored one; what is too large is infinite."""
+        if self is bfloat16:
+            bits = float32.encode(array).astype(np.float32, order="C").view(np.uint32)
+            upper = bits >> 16
+            nearest = (bits + (0x7FFF + (upper & 1))) >> 16  # ties to even
+            return np.where(np.isnan(array), upper | 0x40, nearest).astype(np.uint16)
+        if self.is_float and array.dtype.itemsize > self.size:
+            with np.errstate(over="ignore"):
+                return array.astype(self.stored)
+        return array
 
     def decode(self, stored: np.ndarray) -> np.ndarray:
         """Return a stored array as NumPy's type."""

@@ -28,6 +28,7 @@ from .errors import DeviceMemoryError, ShapeError, StaleError
 if TYPE_CHECKING:
     from .deadline import Deadline
     from .device import Device
+    from .nn._compile import Trace
     from .tensor import Tensor
 
 MAX_DIMS = 4  # ggml's limit
@@ -460,6 +461,7 @@ class State(threading.local):
         self.frame = NOWHERE  # the one used last
         self.deadline: Deadline | None = None  # of the open deadline block that ends first
         self.lowering: Node | None = None  # what is being made into nodes of a ggml graph
+        self.trace: Trace | None = None  # what nn.compile records at the moment
 
     def open_frame(self, device: Device) -> Frame:
         """Return this thread's frame for a device, a fresh one if the last has ended."""

@@ -7,7 +7,6 @@ NumPy's row-major shape (a, b, c) is ggml's ne = [c, b, a, 1]; that reversal sta
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
 from typing import Any
 
 from ._ffi import ffi, lib
@@ -59,13 +58,11 @@ class Lowering:
 
         That is the tensor itself if they are, else one copy for all who ask.
         """
+        if lib.pg_is_packed(tensor):
+            return tensor
         if lib.ggml_is_contiguous(tensor):
             # An axis of size 1 may have any stride there, but not in all of ggml's kernels.
-            size = lib.ggml_element_size(tensor)
-            ordered = [
-                tensor.nb[i] == size * prod(tensor.ne[k] for k in range(i)) for i in range(MAX_DIMS)
-            ]
-            return tensor if all(ordered) else lib.ggml_reshape(self.ctx, tensor, tensor)
+            return lib.ggml_reshape(self.ctx, tensor, tensor)
         return self.once(self._copy, tensor)
 
     def once(self, constructor: Any, *args: Any) -> GgmlTensor:
@@ -127,6 +124,8 @@ class Lowering:
 
         ggml itself broadcasts the second one only.
         """
+        if lib.ggml_are_same_shape(a, b):
+            return constructor(self.ctx, self.contiguous(a), self.contiguous(b))
         sizes_a, sizes_b = list(a.ne), list(b.ne)
         if commutative and any(m < n for m, n in zip(sizes_a, sizes_b, strict=True)):
             a, b, sizes_a, sizes_b = b, a, sizes_b, sizes_a

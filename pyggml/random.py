@@ -15,7 +15,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from .checks import as_index, need_mapping, shown
-from .errors import DTypeError, SettingError
+from .errors import DTypeError, PyggmlError, SettingError
+from .graph import state
 
 KEY_WORDS = 4  # seed and number of the draw, two words each
 
@@ -104,6 +105,8 @@ class Generator:
         return np.random.Generator(np.random.Philox(key=np.array(self._next(), np.uint64)))
 
     def _next(self) -> tuple[int, int]:
+        if state.trace is not None:
+            raise PyggmlError("compile: the model draws random numbers, which would never change")
         with self._lock:
             draw = self._draws
             self._draws = draw + 1

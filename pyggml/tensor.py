@@ -192,6 +192,11 @@ class Tensor:
             if frame.ended:
                 # a handle made by hand
                 raise PyggmlError("this value was released before it was computed")
+            if state.trace is not None:
+                raise PyggmlError(
+                    "compile: the model reads a value that it computes, which would be kept for "
+                    "other inputs; call the model itself, or compile a part of it"
+                )
             evaluate(frame, self)
             assert self._source is not None
         return self._source

@@ -15,6 +15,7 @@ from ._activations import (
     Tanh,
 )
 from ._attention import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer
+from ._compile import compile
 from ._convolutions import (
     AdaptiveAvgPool1d,
     AdaptiveAvgPool2d,
@@ -67,5 +68,6 @@ __all__ = [
     "TransformerEncoderLayer",
     "buffer",
     "checkpoint",
+    "compile",
     "init",
 ]

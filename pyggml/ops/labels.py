@@ -12,7 +12,7 @@ from .._ffi import lib
 from ..device import Device
 from ..dtypes import float32, int32
 from ..errors import DTypeError, IndexRangeError
-from ..graph import Op, Spec
+from ..graph import Op, Spec, state
 from ..lowering import GgmlTensor, Lowering
 from ..tensor import Tensor, TensorLike, make_tensor, record
 from .elementwise import mul
@@ -40,6 +40,9 @@ def checked_indices(
         return make_tensor(array, dtype=int32, device=device, op=op)
     if indices._at[1].dtype is not int32:
         raise DTypeError(f"{op}: {what} must be integers; got a tensor of {indices.dtype}")
+    if state.trace is not None:  # nn.compile checks the integers of each call
+        state.trace.limit(op, indices, size)
+        return indices
     _check_range(op, what, *index_range(indices), size)
     return indices
 

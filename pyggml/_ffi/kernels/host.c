@@ -14,6 +14,17 @@ void pg_range_i32(const int32_t * values, int64_t n, int32_t * smallest, int32_t
     *largest  = hi;
 }
 
+bool pg_is_packed(const struct ggml_tensor * tensor) {
+    size_t stride = ggml_type_size(tensor->type);
+    for (int i = 0; i < GGML_MAX_DIMS; i++) {
+        if (tensor->nb[i] != stride) {
+            return false;
+        }
+        stride *= (size_t) tensor->ne[i];
+    }
+    return true;
+}
+
 void pg_refresh_views(struct ggml_cgraph * graph) {
     const int n = ggml_graph_n_nodes(graph);
     for (int i = 0; i < n; i++) {

@@ -198,6 +198,9 @@ struct ggml_tensor * pg_factored_step(struct ggml_context * ctx, struct ggml_ten
 /* Smallest and largest of n int32 values, in one pass. */
 void pg_range_i32(const int32_t * values, int64_t n, int32_t * smallest, int32_t * largest);
 
+/* Whether a tensor's elements lie in order without gaps, by its strides of axes of size 1, too. */
+bool pg_is_packed(const struct ggml_tensor * tensor);
+
 /* Memory of tensors that the graph allocator does not own. pg_refresh_views recomputes the address of every view after its
  * base moved; pg_forget_addresses makes the tensors of a graph unallocated again, all but the given ones. */
 void pg_refresh_views(struct ggml_cgraph * graph);
