@@ -3,6 +3,7 @@
 >>> from pyggml import ag, nn, optim
 """
 
+from . import _ffi as _ffi  # first: it says where pyggml cannot run
 from . import ag, data, io, nn, optim, train
 from ._version import __version__
 from .deadline import deadline

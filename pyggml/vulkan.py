@@ -153,11 +153,20 @@ class VulkanDevice(GgmlDevice):
                 plan.close()
 
     def compute(self, graph: Any) -> None:
-        self._call(lib.pg_graph_compute, self._backend, graph)
+        self._run(lib.pg_graph_compute, self._backend, graph)
 
     def compute_scheduled(self, scheduler: Any, graph: Any) -> None:
         """Run a graph of which the CPU takes a part."""
-        self._call(lib.pg_sched_graph_compute, scheduler, graph)
+        self._run(lib.pg_sched_graph_compute, scheduler, graph)
+
+    def _run(self, function: Any, *arguments: Any) -> None:
+        # ggml's Vulkan backend cannot be told to stop. A graph cut into parts would wait for the
+        # GPU after each, and lose what is fused across the cuts. So signals and deadlines wait.
+        lib.pg_begin_run(ffi.NULL)
+        try:
+            self._call(function, *arguments)
+        finally:  # Python raises KeyboardInterrupt as soon as the call returns
+            self.has_committed = lib.pg_has_committed()
 
     def _call(self, function: Any, *arguments: Any) -> None:
         """Call a function that returns a status, in which the driver may fail."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -387,3 +389,32 @@ def test_more_than_there_is_raises_and_the_next_request_works(memory):
     with pytest.raises(pg.DeviceMemoryError, match=r"here: no memory for .* MB; values on it take"):
         memory.allocate(1 << 60)
     assert memory.allocate(64).block.buffer is not None
+
+
+def test_ctrl_c_while_a_device_runs_that_cannot_stop_comes_after_a_whole_update(gpu):
+    def record():
+        with ag.grad_tape():
+            y = w
+            for _ in range(100):
+                y = y @ w
+            loss = ag.sum(w) + 0.0 * ag.sum(y)
+        optimizer.zero_grad()
+        ag.backward(loss)
+
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        with pg.device(gpu):
+            w = ag.param(np.ones((300, 300)) / 300)
+            optimizer = optim.SGD([w], lr=0.001)
+            record()
+            optimizer.step()  # planned
+            record()
+            signal.setitimer(signal.ITIMER_REAL, 0.03)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+                time.sleep(60)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert optimizer.t == 2
+    np.testing.assert_allclose(w.numpy(), 1 / 300 - 0.002, rtol=1e-4)

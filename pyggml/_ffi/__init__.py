@@ -27,6 +27,21 @@ _REBUILD = (
 )
 
 
+def _check_interpreter() -> None:
+    """Raise in a subinterpreter: ggml calls back into one interpreter, and NumPy works in one."""
+    here, main = (
+        getattr(ctypes.pythonapi, f"PyInterpreterState_{name}", None) for name in ("Get", "Main")
+    )
+    if here is None or main is None:  # not CPython
+        return
+    here.restype = main.restype = ctypes.c_void_p
+    if here() != main():
+        raise ImportError(
+            "pyggml works in the main interpreter only, and this is a subinterpreter: use threads, "
+            "or processes (multiprocessing)"
+        )
+
+
 def _check_cpu() -> None:
     """Raise where native code was built for instructions that this CPU lacks: it would crash."""
     recorded = _FOLDER / "lib" / "cpu_flags.txt"  # only native builds on Linux have it
@@ -69,6 +84,7 @@ def _load_cpu_variant() -> Path | None:
     return best
 
 
+_check_interpreter()
 _check_cpu()
 _load_openblas()
 _cpu_variant = _load_cpu_variant()

@@ -23,12 +23,20 @@ template <typename Function> static int guarded(char * message, size_t size, Fun
     return GGML_STATUS_FAILED;
 }
 
+/* A driver is not stopped in the middle of a graph: when it has run one, it has made the graph's changes. */
+static int finished(enum ggml_status status) {
+    if (status == GGML_STATUS_SUCCESS) {
+        pg_note_commit();
+    }
+    return (int) status;
+}
+
 int pg_graph_compute(ggml_backend_t backend, struct ggml_cgraph * graph, char * message, size_t size) {
-    return guarded(message, size, [&] { return (int) ggml_backend_graph_compute(backend, graph); });
+    return guarded(message, size, [&] { return finished(ggml_backend_graph_compute(backend, graph)); });
 }
 
 int pg_sched_graph_compute(ggml_backend_sched_t scheduler, struct ggml_cgraph * graph, char * message, size_t size) {
-    return guarded(message, size, [&] { return (int) ggml_backend_sched_graph_compute(scheduler, graph); });
+    return guarded(message, size, [&] { return finished(ggml_backend_sched_graph_compute(scheduler, graph)); });
 }
 
 int pg_tensor_set(struct ggml_tensor * tensor, const void * data, size_t n_bytes, char * message, size_t size) {

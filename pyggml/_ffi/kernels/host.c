@@ -70,6 +70,10 @@ static void run_commit(struct ggml_tensor * dst, int ith, int nth, void * unused
     }
 }
 
+void pg_note_commit(void) {
+    committed = true;
+}
+
 struct ggml_tensor * pg_commit(struct ggml_context * ctx) {
     return ggml_custom_4d(ctx, GGML_TYPE_F32, 1, 1, 1, 1, NULL, 0, run_commit, 1, NULL);
 }

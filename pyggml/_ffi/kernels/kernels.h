@@ -229,6 +229,7 @@ const char * pg_blas_description(void);
  * an update is made whole or not at all. pg_begin_run comes before each run; pg_has_committed comes after it, and tells, once,
  * whether the node was met. */
 struct ggml_tensor * pg_commit(struct ggml_context * ctx);
+void pg_note_commit(void); /* the same, from outside of a graph */
 void pg_begin_run(struct ggml_cgraph * graph);
 bool pg_has_committed(void);
 
