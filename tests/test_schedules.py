@@ -202,7 +202,10 @@ def test_a_plateau_state_that_does_not_fit_is_refused():
             "threshold_mode must be 'rel' or 'abs'",
         ),
         (lambda: optim.ReduceOnPlateau(1.0, factor=1.0), "ReduceOnPlateau: factor must be in"),
-        (lambda: optim.ReduceOnPlateau(1.0, patience=-1), "patience must be an integer of at least 0; got -1"),
+        (
+            lambda: optim.ReduceOnPlateau(1.0, patience=-1),
+            "patience must be an integer of at least 0; got -1",
+        ),
         (
             lambda: optim.ReduceOnPlateau(1.0, cooldown=0.5),
             "cooldown must be an integer of at least 0; got 0.5",
