@@ -107,7 +107,9 @@ class grad_tape(_Recording):
 
     def __init__(self, *, memory_budget: Budget | None = None) -> None:
         super().__init__()
-        if memory_budget is not None and memory_budget != "sqrt":
+        if memory_budget is not None and not (
+            isinstance(memory_budget, str) and memory_budget == "sqrt"
+        ):
             memory_budget = positive_integer("grad_tape", "memory_budget", memory_budget)
         self._memory_budget = memory_budget
 

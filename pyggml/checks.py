@@ -44,21 +44,47 @@ def as_float(value: object) -> float | None:
         return float("inf") if value > 0 else float("-inf")  # type: ignore[operator]
 
 
-def positive_integer(op: str, name: str, value: object, highest: int | None = None) -> int:
-    """Return value, an integer of any kind, as an int; raise SettingError unless it is positive."""
+LARGEST = 2**63 - 1  # of integers where nothing else bounds them
+
+
+def positive_integer(op: str, name: str, value: object, highest: int = LARGEST) -> int:
+    """Return value, an integer of any kind, as an int.
+
+    Raises SettingError unless it is positive, and at most highest.
+    """
     number = as_index(value)
-    if number is None or number < 1 or (highest is not None and number > highest):
-        limit = "" if highest is None else f", at most {highest}"
-        raise SettingError(f"{op}: {name} must be a positive integer{limit}; got {shown(value)}")
+    if number is None or not 1 <= number <= highest:
+        raise SettingError(
+            f"{op}: {name} must be a positive integer{_limit(number, highest)}; got {shown(value)}"
+        )
     return number
 
 
-def natural_number(op: str, name: str, value: object) -> int:
-    """Return value, an integer of any kind, as an int; raise SettingError unless it is >= 0."""
+def natural_number(op: str, name: str, value: object, highest: int = LARGEST) -> int:
+    """Return value, an integer of any kind, as an int.
+
+    Raises SettingError unless it is at least 0, and at most highest.
+    """
     number = as_index(value)
-    if number is None or number < 0:
-        raise SettingError(f"{op}: {name} must be an integer of at least 0; got {shown(value)}")
+    if number is None or not 0 <= number <= highest:
+        raise SettingError(
+            f"{op}: {name} must be an integer of at least 0{_limit(number, highest)}; got "
+            f"{shown(value)}"
+        )
     return number
+
+
+def _limit(number: int | None, highest: int) -> str:
+    is_said = highest < LARGEST or (number is not None and number > highest)
+    return f", at most {highest}" if is_said else ""
+
+
+def one_of(op: str, name: str, value: Any, allowed: tuple[str, ...]) -> str:
+    """Return value, or raise SettingError unless it is one of some words."""
+    if not isinstance(value, str) or value not in allowed:
+        *first, last = map(repr, allowed)
+        raise SettingError(f"{op}: {name} must be {', '.join(first)} or {last}; got {shown(value)}")
+    return value
 
 
 def plain_number(op: str, name: str, value: object) -> float:
@@ -80,7 +106,7 @@ def plain_number(op: str, name: str, value: object) -> float:
 def number_in(op: str, name: str, value: object, low: float, below: float = float("inf")) -> float:
     """Return value as a float, or raise SettingError unless low <= value < below."""
     number = None if isinstance(value, bool) else as_float(value)
-    if number is None or not low <= number < below:
+    if number is None or not float(low) <= number < below:
         raise SettingError(f"{op}: {name} must be in [{low}, {below}); got {shown(value)}")
     return number
 

@@ -119,7 +119,7 @@ class DataLoader:
         collate_fn: Callable[[list], Batch] | None = None,
     ) -> None:
         self.batch_size = positive_integer("DataLoader", "batch_size", batch_size)
-        self.prefetch = natural_number("DataLoader", "prefetch", prefetch)
+        self.prefetch = natural_number("DataLoader", "prefetch", prefetch, 1024)
         self.shuffle = bool(shuffle)
         self.drop_last = bool(drop_last)
         functions = {"augment": augment, "transform": transform, "collate_fn": collate_fn}

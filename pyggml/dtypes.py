@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ._ffi import lib
+from .checks import shown
 from .errors import DTypeError
 
 
@@ -77,11 +78,11 @@ def as_dtype(value: object) -> DType:
     if isinstance(value, DType):
         return value
     try:
-        name = value if value == "bfloat16" else np.dtype(value).name  # type: ignore[call-overload]
+        name = value if isinstance(value, str) and value == "bfloat16" else np.dtype(value).name  # type: ignore[call-overload]
         return DTYPES[name]
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, ValueError):
         raise DTypeError(
-            f"dtype: pyggml has {', '.join(DTYPES)}; got {value!r}; convert the data first"
+            f"dtype: pyggml has {', '.join(DTYPES)}; got {shown(value)}; convert the data first"
         ) from None
 
 

@@ -57,8 +57,8 @@ def gradcheck(
     """
     need_function("gradcheck", "fn", fn)
     inputs = as_list("gradcheck", "inputs", inputs, "arrays, one for each argument of fn")
-    order = positive_integer("gradcheck", "order", order)
-    directions = positive_integer("gradcheck", "directions", directions)
+    order = positive_integer("gradcheck", "order", order, 4)
+    directions = positive_integer("gradcheck", "directions", directions, 1000)
     epsilon = number_in("gradcheck", "epsilon", epsilon, 1e-12)
     tolerance = number_in("gradcheck", "tolerance", tolerance, 0.0)
     device_tolerance = number_in("gradcheck", "device_tolerance", device_tolerance, 0.0)

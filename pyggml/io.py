@@ -234,6 +234,8 @@ def _is_dict_of_tensors(value: Any) -> bool:
 
 
 def _is_part(value: Any) -> bool:
+    if isinstance(value, type):  # a class has no state of its own
+        return False
     return _is_dict_of_tensors(value) or hasattr(value, "state_dict") or hasattr(value, "set_state")
 
 

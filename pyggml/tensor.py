@@ -248,7 +248,10 @@ class Tensor:
         return bool(self.item())
 
     def __format__(self, spec: str) -> str:
-        return format(self.item() if spec and not self.shape else str(self), spec)
+        try:
+            return format(self.item() if spec and not self.shape else str(self), spec)
+        except ValueError as error:
+            raise SettingError(f"format: {error}; got a tensor of shape {self.shape}") from None
 
     def __reduce__(self) -> Any:
         raise TypeError(

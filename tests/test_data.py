@@ -339,7 +339,7 @@ def test_a_state_of_another_cut_is_refused(change, message):
         (
             lambda: DataLoader(np.arange(3), prefetch=-1),
             pg.SettingError,
-            "prefetch must be an integer of at least 0; got -1",
+            "prefetch must be an integer of at least 0, at most 1024; got -1",
         ),
         (lambda: DataLoader(np.arange(3), shuffle=True, seed=-1), pg.SettingError, "seed must be"),
         (lambda: DataLoader(np.arange(3), shuffle=True, seed=0.5), pg.SettingError, "got 0.5"),

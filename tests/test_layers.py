@@ -203,7 +203,10 @@ def test_every_case_of_the_stored_values_is_tested():
         ),
         (lambda: nn.TransformerDecoderLayer(8, 3), "num_heads must divide embed_dim; got 3, 8"),
         (lambda: nn.LSTM(3, 0), "LSTM: hidden_size must be a positive integer; got 0"),
-        (lambda: nn.GRU(3, 4, num_layers=0), "GRU: num_layers must be a positive integer; got 0"),
+        (
+            lambda: nn.GRU(3, 4, num_layers=0),
+            "GRU: num_layers must be a positive integer, at most 1000; got 0",
+        ),
         (lambda: nn.GRU(3, 4, dropout=1.1), "GRU: dropout must be in"),
         (
             lambda: nn.Sequential(nn.ReLU(), checkpoint_every=0),

@@ -228,7 +228,7 @@ def test_any_thread_count_gives_the_right_product(n_threads):
 @pytest.mark.parametrize("wrong", [0, -1, 2.0, True, "2", 10**6])
 def test_a_thread_count_that_is_not_a_positive_integer_is_refused(wrong):
     with pytest.raises(
-        pg.SettingError, match="set_num_threads: n_threads must be a positive integer, at most 512"
+        pg.SettingError, match=r"set_num_threads: n_threads must be a positive integer, at most \d+"
     ):
         pg.set_num_threads(wrong)
 

@@ -152,7 +152,7 @@ REFUSED: dict[str, list[Refusal]] = {
             ((I(2),), {"axes": (-1,), "keepdims": False}, f"{op}: needs float32"),
             ((F(2),), {"axes": (-2,), "keepdims": False}, f"{op}: axes (-2,) are not those"),
         ]
-        for op in ("sum", "max")
+        for op in ("sum", "max", "mean")
     },
     "argmax": [
         ((I(2),), {"axis": -1, "keepdims": False}, "argmax: needs float32"),
@@ -160,6 +160,43 @@ REFUSED: dict[str, list[Refusal]] = {
             (F(2),),
             {"axis": -2, "keepdims": False},
             "argmax: axes (-2,) are not those of shape (2,)",
+        ),
+    ],
+    "recurrence": [
+        (
+            (F(8, 2), F(8, 3), F(6, 3), F(8), F(2, 2), F(2, 1)),
+            {"reverse": False},
+            "recurrence: needs",
+        ),
+        (
+            (F(6, 2), F(6, 3), F(5, 3), F(8), F(2, 2)),
+            {"reverse": False},
+            "recurrence: needs weights",
+        ),
+        ((F(6, 2), F(6, 3), F(3), F(8), F(2, 2)), {"reverse": False}, "recurrence: needs weights"),
+        (
+            (F(6, 2), F(6, 3), I(6, 3), F(8), F(2, 2)),
+            {"reverse": False},
+            "recurrence: needs float32",
+        ),
+    ],
+    "recurrent_states": [
+        (
+            (F(15, 2, 2), F(6, 2), F(6, 3), F(6, 3), F(8), F(2, 2)),
+            {"reverse": False},
+            "recurrent_states: what is kept must have shape (16, 2, 2); got (15, 2, 2)",
+        ),
+    ],
+    "recurrence_back": [
+        (
+            (F(6, 2), F(3, 2, 2), F(15, 2, 2)),
+            {"states": 1, "reverse": False},
+            "recurrence_back: what is kept must have shape (16, 2, 2); got (15, 2, 2)",
+        ),
+        (
+            (F(8, 2), F(3, 2, 2), F(16, 2, 2)),
+            {"states": 1, "reverse": False},
+            "recurrence_back: the weight must have shape (6, 2); got (8, 2)",
         ),
     ],
     "softmax": [

@@ -102,7 +102,9 @@ def test_five_dimensions_and_no_elements_are_refused():
 
 def test_an_unknown_dtype_is_refused_and_the_known_ones_listed():
     for wrong in ("float8", "complex64", 7):
-        with pytest.raises(pg.DTypeError, match="dtype: pyggml has float32, int32, float16, bfloat16"):
+        with pytest.raises(
+            pg.DTypeError, match="dtype: pyggml has float32, int32, float16, bfloat16; got"
+        ):
             ag.tensor([1.0], dtype=wrong)
 
 

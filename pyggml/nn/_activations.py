@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .. import ops
-from ..checks import plain_number
+from ..checks import one_of, plain_number
 from ..errors import SettingError
 from ..tensor import Tensor, TensorLike
 from ._module import Module
@@ -58,9 +58,7 @@ class GELU(Module):
     """
 
     def __init__(self, *, approximate: str = "none") -> None:
-        if approximate not in ("none", "tanh"):
-            raise SettingError(f"GELU: approximate must be 'none' or 'tanh'; got {approximate!r}")
-        self.approximate = approximate
+        self.approximate = one_of("GELU", "approximate", approximate, ("none", "tanh"))
 
     def forward(self, x: TensorLike) -> Tensor:
         return ops.gelu(x, approximate=self.approximate)

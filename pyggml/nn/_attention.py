@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import ops
-from ..checks import positive_integer, share
+from ..checks import positive_integer, share, shown
 from ..errors import SettingError
 from ..ops import add, linear, permute, reshape, scaled_dot_product_attention
 from ..tensor import Parameter, Tensor, TensorLike
@@ -165,9 +165,9 @@ class _TransformerLayer(Module):
         d_model = positive_integer(name, "d_model", d_model)
         dim_feedforward = positive_integer(name, "dim_feedforward", dim_feedforward)
         dropout = share(name, "dropout", dropout)
-        if not callable(activation) and activation not in ("relu", "gelu"):
+        if not callable(activation) and str(activation) not in ("relu", "gelu"):
             raise SettingError(
-                f"{name}: activation must be 'relu', 'gelu' or a function; got {activation!r}"
+                f"{name}: activation must be 'relu', 'gelu' or a function; got {shown(activation)}"
             )
         self.norm_first = bool(norm_first)
         self.activation = activation

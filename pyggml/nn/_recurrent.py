@@ -40,7 +40,7 @@ class _Recurrent(Module):
         name = type(self).__name__
         self.input_size = positive_integer(name, "input_size", input_size)
         self.hidden_size = positive_integer(name, "hidden_size", hidden_size)
-        self.num_layers = positive_integer(name, "num_layers", num_layers)
+        self.num_layers = positive_integer(name, "num_layers", num_layers, 1000)
         self.bias = bool(bias)
         self.batch_first = bool(batch_first)
         self.dropout = share(name, "dropout", dropout)

@@ -14,7 +14,7 @@ from math import erf, prod, sqrt
 
 import numpy as np
 
-from ..checks import number_in, plain_number, shown
+from ..checks import number_in, one_of, plain_number, shown
 from ..dtypes import float32
 from ..errors import SettingError, ShapeError
 from ..graph import check_size
@@ -185,8 +185,7 @@ def _fans(op: str, shape: Shape) -> tuple[int, int]:
 
 
 def _kaiming_std(op: str, shape: Shape, a: float, mode: str, nonlinearity: str) -> float:
-    if mode not in ("fan_in", "fan_out"):
-        raise SettingError(f"{op}: mode must be 'fan_in' or 'fan_out'; got {mode!r}")
+    one_of(op, "mode", mode, ("fan_in", "fan_out"))
     fan = _fans(op, shape)[mode == "fan_out"]
     return calculate_gain(nonlinearity, a) / sqrt(fan)
 

@@ -11,8 +11,7 @@ from math import erfc, pi, sqrt
 import numpy as np
 
 from .._ffi import lib
-from ..checks import plain_number
-from ..errors import SettingError
+from ..checks import one_of, plain_number
 from ..graph import Op
 from ..lowering import GgmlTensor, Lowering, unary
 from ..tensor import Tensor, TensorLike, record
@@ -400,9 +399,8 @@ def gelu(x: TensorLike, *, approximate: str = "none") -> Tensor:
     >>> ag.gelu([-100.0, 0.0, 1.0]).numpy()
     array([0.       , 0.       , 0.8413447], dtype=float32)
     """
-    if approximate not in ("none", "tanh"):
-        raise SettingError(f"gelu: approximate must be 'none' or 'tanh'; got {approximate!r}")
-    return record(GELU, x, approximate=approximate)
+    kind = one_of("gelu", "approximate", approximate, ("none", "tanh"))
+    return record(GELU, x, approximate=kind)
 
 
 # ---- softplus ------------------------------------------------------------------------------------

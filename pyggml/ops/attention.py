@@ -125,7 +125,7 @@ def rope(
     """
     x = as_tensor(x, positions if isinstance(positions, Tensor) else None, op="rope")
     inputs = (x,) if positions is None else (x, as_tensor(positions, x, op="rope", dtype=None))
-    base = float(np.float32(number_in("rope", "base", base, 1.0)))  # what kernels take
+    base = float(np.float32(number_in("rope", "base", base, 1.0, 2.0**127)))  # what kernels take
     return record(ROPE, *inputs, base=base, interleaved=bool(interleaved), inverse=False)
 
 

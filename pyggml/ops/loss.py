@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from .._ffi import lib
-from ..checks import number_in
+from ..checks import number_in, share
 from ..dtypes import float32
 from ..errors import SettingError, ShapeError
 from ..graph import Op, Spec
@@ -225,8 +225,7 @@ def _class_loss(
     scores = as_tensor(scores, labels if isinstance(labels, Tensor) else None, op=op)
     if scores.ndim < 1:
         raise ShapeError(f"{op}: scores need a class axis; got shape ()")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise SettingError(f"{op}: label_smoothing must be in [0, 1]; got {label_smoothing!r}")
+    share(op, "label_smoothing", label_smoothing)
     *batch, classes = scores.shape
     if of_targets is not None and _are_targets(labels, scores.shape):
         if ignore_index is not None:
@@ -260,7 +259,10 @@ def _are_targets(labels: TensorLike | ArrayLike, shape: tuple[int, ...]) -> bool
     """Tell whether labels are probabilities of all classes, not integers."""
     if isinstance(labels, Tensor):
         return labels._at[1].dtype.is_float and labels.shape == shape
-    array = np.asarray(labels)
+    try:
+        array = np.asarray(labels)
+    except ValueError:  # ragged nested lists, which are refused as labels
+        return False
     return array.dtype.kind == "f" and array.shape == shape
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from .._ffi import ffi, lib
 from ..dtypes import float32
-from ..errors import ShapeError
+from ..errors import DTypeError, ShapeError
 from ..graph import Op, Spec, state
 from ..lowering import GgmlTensor, Lowering
 from ..tensor import Tensor, record
@@ -27,7 +27,7 @@ from .activation import _reference_sigmoid, sigmoid, tanh
 from .elementwise import add, affine, mul, sub
 from .linear import MATMUL, matmul
 from .reduction import sum
-from .rules import need_floats
+from .rules import need_floats, need_shape
 from .shaping import permute, reshape, transpose
 from .slicing import concat, sliced, split
 
@@ -44,10 +44,12 @@ def _check_shapes(
 ) -> tuple[int, int, int]:
     """Return steps, batch and hidden."""
     need_floats("recurrence", weight_hh, weight_ih, x, bias, *first)
-    batch, hidden = first[0].shape
+    are_matrices = all(len(t.shape) == 2 for t in (weight_hh, weight_ih, x, *first))
+    batch, hidden = first[0].shape if are_matrices else (1, 1)
     width = {1: 3, 2: 4}[len(first)] * hidden
     if (
-        weight_hh.shape != (width, hidden)
+        not are_matrices
+        or weight_hh.shape != (width, hidden)
         or weight_ih.shape != (width, x.shape[1])
         or bias.shape != (GATES * hidden,)
         or x.shape[0] % batch
@@ -129,6 +131,10 @@ RECURRENCE = Op(
 
 def _states_shape(kept: Spec, *inputs: Spec, reverse: bool) -> Spec:
     steps, batch, hidden = _check_shapes(*inputs)
+    if kept.dtype is not float32:
+        raise DTypeError(f"recurrent_states: what is kept must be float32; got {kept.dtype}")
+    rows = _recurrence_shape(*inputs, reverse=reverse).shape
+    need_shape("recurrent_states", "what is kept", kept, *rows)
     return Spec((steps + len(inputs) - 5, batch, hidden), float32)
 
 
@@ -203,8 +209,15 @@ RECURRENT_STATES = Op(
 
 
 def _back_shape(weight_hh: Spec, g: Spec, kept: Spec, *, states: int, reverse: bool) -> Spec:
-    steps = g.shape[0] - (states - 1)
-    return Spec((GATES * steps + states, *g.shape[1:]), float32)
+    need_floats("recurrence_back", weight_hh, g, kept)
+    need_shape("recurrence_back", "the gradient", g, None, None, None)
+    rows, batch, hidden = g.shape
+    steps = rows - (states - 1)
+    need_shape("recurrence_back", "the weight", weight_hh, (states + 2) * hidden, hidden)
+    need_shape(
+        "recurrence_back", "what is kept", kept, states * (steps + 1) + GATES * steps, batch, hidden
+    )
+    return Spec((GATES * steps + states, batch, hidden), float32)
 
 
 def _lower_back(

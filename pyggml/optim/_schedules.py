@@ -15,6 +15,7 @@ from ..checks import (
     natural_number,
     need_mapping,
     number_in,
+    one_of,
     plain_number,
     positive_integer,
     shown,
@@ -185,7 +186,11 @@ def warmup(schedule: float | Schedule, *, steps: int, start: float | None = None
     [0.2, 0.4, 0.6, 0.8, 1.0, 0.5, 0.0]
     """
     steps = positive_integer("warmup", "steps", steps)
-    rest = schedule if callable(schedule) else constant(schedule)
+    given = schedule if callable(schedule) else constant(schedule)
+
+    def rest(t: int) -> float:
+        return number_in("warmup", f"what the schedule gives for {t}", given(t), 0.0)
+
     first = 1 / (steps + 1) if start is None else number_in("warmup", "start", start, 0.0)
     return lambda t: rest(0) * (first + (1 - first) * t / steps) if t < steps else rest(t - steps)
 
@@ -227,18 +232,12 @@ class ReduceOnPlateau:
         floor: float = 0.0,
     ) -> None:
         name = "ReduceOnPlateau"
-        for setting, value, allowed in (
-            ("mode", mode, ("min", "max")),
-            ("threshold_mode", threshold_mode, ("rel", "abs")),
-        ):
-            if value not in allowed:
-                raise SettingError(f"{name}: {setting} must be one of {allowed}; got {value!r}")
         self.base = lr if callable(lr) else constant(lr)
-        self.mode = mode
+        self.mode = one_of(name, "mode", mode, ("min", "max"))
         self.factor = number_in(name, "factor", factor, 0.0, 1.0)
         self.patience = natural_number(name, "patience", patience)
         self.threshold = number_in(name, "threshold", threshold, 0.0)
-        self.threshold_mode = threshold_mode
+        self.threshold_mode = one_of(name, "threshold_mode", threshold_mode, ("rel", "abs"))
         self.cooldown = natural_number(name, "cooldown", cooldown)
         self.floor = number_in(name, "floor", floor, 0.0)
         self.best = math.inf if mode == "min" else -math.inf

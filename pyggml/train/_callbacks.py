@@ -60,7 +60,7 @@ class _Watch(Callback):
             mode = "min"
         if mode is None and monitor.endswith("accuracy"):
             mode = "max"
-        if mode not in ("min", "max"):
+        if not isinstance(mode, str) or mode not in ("min", "max"):
             raise SettingError(
                 f"{self._name}: say mode='min' or mode='max' for {monitor!r}; got {mode!r}"
             )

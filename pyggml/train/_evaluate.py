@@ -84,8 +84,8 @@ def accuracy(outputs: np.ndarray, targets: np.ndarray) -> float:
     >>> pg.train.accuracy(np.array([[0.1, 0.9], [0.8, 0.2]]), np.array([1, 1]))
     0.5
     """
-    outputs, _ = check_array(np.asarray(outputs), op="accuracy: outputs")
-    targets, _ = check_array(np.asarray(targets), op="accuracy: targets")
+    outputs, _ = check_array(outputs, op="accuracy: outputs")
+    targets, _ = check_array(targets, op="accuracy: targets")
     if outputs.shape[:-1] == targets.shape and targets.dtype.kind in "iu":
         return float(np.mean(outputs.argmax(axis=-1) == targets))
     if outputs.shape == targets.shape:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..autograd import grad_tape
-from ..checks import as_list, need_function, need_path, positive_integer, shown
+from ..checks import as_list, need_function, need_path, one_of, positive_integer, shown
 from ..data import batch_length
 from ..errors import DTypeError, NonFiniteLossError, SettingError
 from ..io import load_state, save_state
@@ -192,8 +192,7 @@ def _check(
 ) -> None:
     """Raise SettingError for settings that do not fit."""
     positive_integer("fit", "epochs", epochs)
-    if on_nonfinite not in ("raise", "skip"):
-        raise SettingError(f"fit: on_nonfinite must be 'raise' or 'skip'; got {on_nonfinite!r}")
+    one_of("fit", "on_nonfinite", on_nonfinite, ("raise", "skip"))
     if save_every is not None:
         positive_integer("fit", "save_every", save_every)
     if state_path is None and (resume or save_every is not None):
