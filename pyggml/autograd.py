@@ -18,6 +18,7 @@ from .checks import as_list, need_function, positive_integer, shown
 from .errors import DTypeError, GradError, SettingError, ShapeError
 from .graph import Budget, Frame, Mode, Node, find_node, mode_of, source_index, state
 from .ops import add, full, sum_to
+from .ops.slicing import join_tiles
 from .ops.update import ACCUMULATE
 from .plan import graph_order
 from .tensor import Tensor, make_tensor, node_in, passing, pending
@@ -194,21 +195,27 @@ def _walk(
     for node in order:
         if node.requires_grad and any(parent in between for parent in node.inputs):
             between.add(node)
-    totals: dict[Node, Tensor] = {target: passing(seed, frame)}
+    found: dict[Node, list[Tensor]] = {target: [passing(seed, frame)]}
     for node in reversed(order):
-        total = totals.get(node)
-        if total is None or not any(parent in between for parent in node.inputs):
+        if node not in found or not any(parent in between for parent in node.inputs):
             continue
+        total = _total(found[node])
+        if node in kept:
+            found[node] = [total]
+        else:
+            del found[node]
         for parent, part in zip(node.inputs, _apply_rule(node, total, frame), strict=True):
             if part is None or parent not in between:
                 continue
             if part.shape != parent.shape:
                 part = sum_to(part, parent.shape)
-            before = totals.get(parent)
-            totals[parent] = part if before is None else add(before, part)
-        if node not in kept:
-            del totals[node]
-    return tuple(totals[node]._at[1] if node in totals else None for node in wanted)
+            found.setdefault(parent, []).append(part)
+    return tuple(_total(found[node])._at[1] if node in found else None for node in wanted)
+
+
+def _total(parts: list[Tensor]) -> Tensor:
+    """Return the sum of what several rules found for one node."""
+    return functools.reduce(add, join_tiles(parts))
 
 
 def _apply_rule(node: Node, g: Tensor, frame: Frame) -> tuple[Tensor | None, ...]:

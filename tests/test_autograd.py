@@ -426,3 +426,47 @@ def test_a_running_total_of_losses_keeps_memory_bounded():
         opt.step()
     assert total._at[0].sources == []  # the total is a number: it holds no step's data
     assert isinstance(float(total), float)
+
+
+# ---- parts of a tensor ---------------------------------------------------------------------------
+
+
+def scaled_parts(x, ranges, axis=1):
+    """Return the sum of squares of x's entries in each range, times 1, 2, ..."""
+    total = 0.0
+    for factor, (begin, end) in enumerate(ranges, 1):
+        part = x[begin:end] if axis == 0 else x[:, begin:end]
+        total = total + factor * ag.sum(ag.sqr(part))
+    return total
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_gradients_of_parts_that_tile_an_axis_are_joined_without_padding(axis):
+    x = ag.param(np.arange(24.0).reshape(12, 2) if axis == 0 else np.arange(24.0).reshape(2, 12))
+    with ag.grad_tape():
+        loss = scaled_parts(x, [(5, 12), (0, 2), (2, 5)], axis)
+    gradient = ag.grad(loss, x)
+    names = [line.name for line in ag.plan_report(gradient).ops]
+    assert names.count("concat") == 1 and "pad" not in names
+    factors = np.repeat([2.0, 3.0, 1.0], [2, 3, 7])
+    expected = 2.0 * x.numpy() * (factors[:, None] if axis == 0 else factors)
+    np.testing.assert_allclose(gradient.numpy(), expected)
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        [(0, 2), (2, 5), (5, 12)],
+        [(0, 2), (3, 12)],
+        [(0, 6), (4, 12)],
+        [(0, 6), (6, 12), (2, 3)],
+        [(1, 6), (6, 12)],
+        [(0, 6), (6, 11)],
+    ],
+    ids=["tiles", "a gap", "an overlap", "one part twice", "no first", "no last"],
+)
+def test_gradients_of_parts_add_up_however_the_parts_lie(ranges, every_device):
+    def of_parts(x):
+        return scaled_parts(x, ranges) + ag.sum(x * x * x) + scaled_parts(x, [(0, 1), (1, 2)], 0)
+
+    ag.gradcheck(of_parts, [np.random.default_rng(0).standard_normal((2, 12))], order=2)

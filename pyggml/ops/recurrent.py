@@ -276,25 +276,13 @@ RECURRENCE_BACK = Op(
 # then a view.
 
 
-def _gate_rows(x: Tensor, batch: int, hidden: int) -> list[Tensor]:
+def _gate_rows(x: Tensor, batch: int, hidden: int) -> tuple[Tensor, ...]:
     """Return the gates of each step from those of all, (steps * batch, gates * hidden)."""
     gates = x.shape[1] // hidden
     x = permute(reshape(x, (-1, batch, gates, hidden)), (0, 2, 1, 3))
     # A reshape puts the elements in order, once: then each step is a view.
-    return _halved(reshape(reshape(x, -1), (-1, gates, batch, hidden)))
-
-
-def _halved(x: Tensor) -> list[Tensor]:
-    """Return the entries of the first axis, each with that axis, by cutting in halves.
-
-    The gradient of a part is as large as what it was cut from: cut in one go, n parts would have
-    n gradients of the whole.
-    """
-    count = x.shape[0]
-    if count == 1:
-        return [x]
-    first, second = split(x, (count // 2, count - count // 2))
-    return _halved(first) + _halved(second)
+    x = reshape(reshape(x, -1), (-1, gates, batch, hidden))
+    return split(x, x.shape[0])
 
 
 States = tuple[Tensor, ...]
@@ -381,7 +369,7 @@ def _unrolled_gradients(
     batch, hidden = first[0].shape
     kept, states = _unrolled(weight_hh, *inputs, reverse=reverse)
     steps = len(kept)
-    grads = [reshape(x, (1, 1, batch, hidden)) for x in _halved(g)]
+    grads = [reshape(x, (1, 1, batch, hidden)) for x in split(g, len(g))]
     dc = None if len(first) == 1 else grads.pop(0 if reverse else -1)
     if reverse:
         grads.reverse()

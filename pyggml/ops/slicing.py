@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from math import prod
 
 import numpy as np
@@ -13,7 +14,7 @@ from ..dtypes import float32
 from ..errors import DTypeError, ShapeError
 from ..graph import MAX_DIMS, Op, Spec
 from ..lowering import GgmlTensor, Lowering
-from ..tensor import Tensor, TensorLike, as_tensor, record
+from ..tensor import Tensor, TensorLike, as_tensor, passing, record
 from .rules import check_ndim, need_axes, need_floats, normalize_axis
 from .shaping import unsqueeze
 
@@ -293,3 +294,39 @@ def _cut(x: Tensor, sizes: Sequence[int], axis: int) -> tuple[Tensor, ...]:
         parts.append(sliced(x, ranges))
         start += size
     return tuple(parts)
+
+
+def join_tiles(terms: list[Tensor]) -> list[Tensor]:
+    """Return tensors that have the same sum: zero-padded ones that tile an axis become one concat.
+
+    Such are the gradients of the parts that a tensor was cut into.
+    """
+    tiles: dict[int, list[tuple[int, Tensor]]] = {}  # by axis: where each begins
+    if len(terms) > 1:
+        for term in terms:
+            place = _place_of_tile(term)
+            if place is not None:
+                axis, begin = place
+                tiles.setdefault(axis, []).append((begin, term))
+    for axis, found in tiles.items():
+        found.sort(key=lambda tile: tile[0])
+        inner = [passing(term._at[1].inputs[0], term._at[0]) for _, term in found]
+        ends = [*accumulate((x.shape[axis] for x in inner), initial=0)]
+        if ends == [*(begin for begin, _ in found), terms[0].shape[axis]]:
+            joined = [term for _, term in found]
+            others = [term for term in terms if not any(term is tile for tile in joined)]
+            return join_tiles([*others, concat(inner, axis=axis)])
+    return terms
+
+
+def _place_of_tile(x: Tensor) -> tuple[int, int] | None:
+    """Return the axis along which zeros stand around something, and where that begins."""
+    node = x._at[1]
+    if node.op is not PAD:
+        return None
+    settings = dict(node.settings)
+    padded = [(i, w) for i, w in enumerate(settings["widths"], -x.ndim) if w != (0, 1, 0)]
+    if settings["value"] != 0.0 or len(padded) != 1 or padded[0][1][1] != 1:
+        return None
+    axis, (begin, _, _) = padded[0]
+    return axis, begin

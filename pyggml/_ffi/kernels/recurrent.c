@@ -66,13 +66,23 @@ static void run_panels(struct ggml_tensor * dst, int ith, int nth, void * unused
     const int64_t k = dst->ne[1], panels = dst->ne[2], groups = dst->ne[3], columns = x->ne[1] / groups;
     int64_t begin, end;
     share_of_work(panels * groups, 1, ith, nth, &begin, &end);
+    const int64_t column_stride = (int64_t) (x->nb[1] / sizeof(float)), k_stride = (int64_t) (x->nb[0] / sizeof(float));
     for (int64_t at = begin; at < end; at++) {
         const int64_t first = at % panels * PANEL, n = MIN(PANEL, columns - first);
-        const char * from = (const char *) x->data + (at / panels * columns + first) * x->nb[1];
+        const float * from = (const float *) x->data + (at / panels * columns + first) * column_stride;
         float * to = (float *) dst->data + at * k * PANEL;
-        for (int64_t i = 0; i < k; i++) {
-            for (int64_t j = 0; j < PANEL; j++) {
-                to[i * PANEL + j] = j < n ? *(const float *) (from + i * x->nb[0] + j * x->nb[1]) : 0.0f;
+        if (n < PANEL) {
+            memset(to, 0, k * PANEL * sizeof(float));
+        }
+        if (column_stride == 1) {
+            for (int64_t i = 0; i < k; i++) {
+                memcpy(to + i * PANEL, from + i * k_stride, n * sizeof(float));
+            }
+        } else {
+            for (int64_t j = 0; j < n; j++) {
+                for (int64_t i = 0; i < k; i++) {
+                    to[i * PANEL + j] = from[i * k_stride + j * column_stride];
+                }
             }
         }
     }
