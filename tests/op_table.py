@@ -401,6 +401,13 @@ ROWS = [
     ),
     Row("attention", ag.scaled_dot_product_attention, [(2, 2, 3, 4), (2, 2, 5, 4), (2, 2, 5, 3)]),
     Row(
+        "attention causal over several blocks",
+        lambda q, k, v: ag.scaled_dot_product_attention(
+            *(ag.transpose(t, 1, 2) for t in (q, k, v)), causal=True
+        ),
+        [(2, 70, 1, 4), (2, 70, 1, 4), (2, 70, 1, 3)],
+    ),
+    Row(
         "attention causal",
         lambda q, k, v: ag.scaled_dot_product_attention(q, k, v, causal=True),
         [(1, 2, 3, 4), (1, 2, 5, 4), (1, 2, 5, 4)],

@@ -301,3 +301,21 @@ def test_evaluating_while_a_loss_is_held_shares_one_plan_and_keeps_no_batches(cp
     assert len(loss._at[0].sources) == 2
     ag.backward(loss)
     assert w.grad.shape == (4, 4)
+
+
+def test_own_kernels_take_the_place_of_an_input_that_nobody_needs_any_more():
+    x = np.random.default_rng(6).standard_normal((64, 64))
+    once = ag.tanh(ag.tensor(x))
+    value = ag.maximum(ag.sigmoid(ag.gelu(once)), 0.6)
+    value = ag.softmax(ag.exp(value))
+    value = ag.neg(ag.relu(value - np.ones((64, 1)) / 64))
+    del once
+    assert ag.plan_report(value).bytes["activations"] < 2 * 64 * 64 * 4
+
+    def expected():
+        with pg.device("reference"):
+            h = ag.sigmoid(ag.gelu(ag.tanh(ag.tensor(x))))
+            h = ag.softmax(ag.exp(ag.maximum(h, 0.6)))
+            return ag.neg(ag.relu(h - np.ones((64, 1)) / 64)).numpy()
+
+    np.testing.assert_allclose(value.numpy(), expected(), rtol=1e-5, atol=1e-7)

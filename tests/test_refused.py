@@ -199,6 +199,18 @@ REFUSED: dict[str, list[Refusal]] = {
             "recurrence_back: the weight must have shape (6, 2); got (8, 2)",
         ),
     ],
+    "lower_of_product": [
+        ((F(3, 2), F(3, 1)), {}, "lower_of_product: shapes do not fit; got (3, 2) and (3, 1)"),
+        ((I(3, 2), I(3, 2)), {}, "lower_of_product: needs float32"),
+    ],
+    "lower_times": [
+        ((F(3, 2), F(2, 1)), {}, "lower_times: shapes do not fit; got (3, 2) and (2, 1)"),
+        ((F(3, 3), F(2, 1)), {}, "lower_times: shapes do not fit; got (3, 3) and (2, 1)"),
+    ],
+    "lower_transposed_times": [
+        ((F(3, 2), F(3, 1)), {}, "lower_transposed_times: shapes do not fit"),
+        ((F(2, 3, 3), F(3, 1)), {}, "lower_transposed_times: shapes do not fit"),
+    ],
     "softmax": [
         ((I(2),), {"scale": 1.0, "causal": False}, "softmax: needs float32"),
         ((F(),), {"scale": 1.0, "causal": False}, "softmax: axes (-1,) are not those of shape ()"),

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import inf, sqrt
 
 import numpy as np
 
 from .._ffi import ffi, lib
 from ..checks import number_in
-from ..dtypes import int32
+from ..dtypes import float32, int32
 from ..errors import DTypeError, SettingError, ShapeError
-from ..graph import Op, Spec
+from ..graph import Op, Shape, Spec
 from ..lowering import GgmlTensor, Lowering
 from ..tensor import Tensor, TensorLike, as_tensor, make_tensor, record
 from .dropout import dropout
-from .linear import matmul
+from .linear import MATMUL, has_unit_stride, matmul
 from .rules import need_floats
 from .shaping import reshape, transpose
 from .softmax import SOFTMAX
@@ -129,6 +130,80 @@ def rope(
     return record(ROPE, *inputs, base=base, interleaved=bool(interleaved), inverse=False)
 
 
+# ---- products with a lower triangle --------------------------------------------------------------
+# Scores and weights of causal attention are square, and 0 above the diagonal. These products leave
+# that half out; the gradients of each are the other two.
+
+
+def _triangle_rule(op: str, shape: Callable[[Shape, Shape], Shape]) -> Callable[[Spec, Spec], Spec]:
+    def rule(x: Spec, y: Spec) -> Spec:
+        need_floats(op, x, y)
+        of_product = op == "lower_of_product"
+        square = of_product or x.shape[-1:] == x.shape[-2:-1]
+        wanted = x.shape if of_product else (*x.shape[:-1], *y.shape[-1:])
+        if min(len(x.shape), len(y.shape)) < 2 or not square or y.shape != wanted:
+            raise ShapeError(f"{op}: shapes do not fit; got {x.shape} and {y.shape}")
+        return Spec(shape(x.shape, y.shape), float32)
+
+    return rule
+
+
+def _lower_triangle(kind: int, other: Callable[..., GgmlTensor]) -> Callable[..., GgmlTensor]:
+    """Return a lowering: pyggml's kernel where it can run, else a product of whole matrices."""
+
+    def lower(b: Lowering, x: GgmlTensor, y: GgmlTensor) -> GgmlTensor:
+        if not b.own_kernels:
+            return other(b, x, y)
+        x, y = b.cast(x, float32), b.cast(y, float32)
+        x, y = (t if has_unit_stride(t) else b.contiguous(t) for t in (x, y))
+        return lib.pg_lower_matmul(b.ctx, x, y, kind)
+
+    return lower
+
+
+def _lower_half(b: Lowering, x: GgmlTensor) -> GgmlTensor:
+    x = b.contiguous(b.cast(x, float32))
+    return lib.ggml_tri(b.ctx, x, lib.GGML_TRI_TYPE_LOWER_DIAG)
+
+
+LOWER_OF_PRODUCT: Op = Op(
+    "lower_of_product",
+    shape=_triangle_rule("lower_of_product", lambda x, y: (*x[:-1], y[-2])),
+    lower=_lower_triangle(
+        lib.PG_LOWER_OF_PRODUCT,
+        lambda b, x, y: _lower_half(b, MATMUL.lower(b, x, lib.ggml_transpose(b.ctx, y))),
+    ),
+    is_product=True,
+    grad=lambda g, out, x, y: (record(LOWER_TIMES, g, y), record(LOWER_TRANSPOSED_TIMES, g, x)),
+    reference=lambda x, y: np.tril(x @ np.swapaxes(y, -1, -2)),
+)
+
+LOWER_TIMES: Op = Op(
+    "lower_times",
+    shape=_triangle_rule("lower_times", lambda x, y: y),
+    lower=_lower_triangle(
+        lib.PG_LOWER_TIMES, lambda b, x, y: MATMUL.lower(b, _lower_half(b, x), y)
+    ),
+    is_product=True,
+    grad=lambda g, out, x, y: (
+        record(LOWER_OF_PRODUCT, g, y),
+        record(LOWER_TRANSPOSED_TIMES, x, g),
+    ),
+    reference=lambda x, y: np.tril(x) @ y,
+)
+
+LOWER_TRANSPOSED_TIMES: Op = Op(
+    "lower_transposed_times",
+    shape=_triangle_rule("lower_transposed_times", lambda x, y: y),
+    lower=_lower_triangle(
+        lib.PG_LOWER_TRANSPOSED_TIMES,
+        lambda b, x, y: MATMUL.lower(b, lib.ggml_transpose(b.ctx, _lower_half(b, x)), y),
+    ),
+    is_product=True,
+    grad=lambda g, out, x, y: (record(LOWER_OF_PRODUCT, y, g), record(LOWER_TIMES, x, g)),
+    reference=lambda x, y: np.swapaxes(np.tril(x), -1, -2) @ y,
+)
+
 # ---- scaled dot product attention ----------------------------------------------------------------
 
 
@@ -189,16 +264,22 @@ def scaled_dot_product_attention(
         raise SettingError(f"{op}: scale must be positive; got {scale!r}")
     # The query heads of one key head are rows of one matrix: keys and values are not repeated.
     rows = (batch, key_heads, heads // key_heads * queries)
-    grouped = q if heads == key_heads else reshape(q, (*rows, width))
-    scores = matmul(grouped, transpose(k, -1, -2))
-    if heads != key_heads:
-        scores = reshape(scores, (batch, heads, queries, keys))
+    triangle = bool(causal) and heads == key_heads and queries == keys
+    if triangle:
+        scores = record(LOWER_OF_PRODUCT, q, k)
+    else:
+        grouped = q if heads == key_heads else reshape(q, (*rows, width))
+        scores = matmul(grouped, transpose(k, -1, -2))
+        if heads != key_heads:
+            scores = reshape(scores, (batch, heads, queries, keys))
     inputs = (scores,) if mask is None else (scores, _attention_mask(mask, q))
     try:
         weights = record(SOFTMAX, *inputs, scale=factor, causal=bool(causal))
     except ShapeError as error:
         raise ShapeError(f"{op}: {str(error).removeprefix('softmax: ')}") from None
     weights = dropout(weights, p=dropout_p)
+    if triangle:
+        return record(LOWER_TIMES, weights, v)
     if heads == key_heads:
         return matmul(weights, v)
     return reshape(matmul(reshape(weights, (*rows, keys)), v), (batch, heads, queries, v.shape[3]))

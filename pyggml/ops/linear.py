@@ -33,7 +33,7 @@ def _matmul_shape(a: Spec, b: Spec) -> Spec:
     return Spec((*batch, a.shape[-2], b.shape[-1]), float32)
 
 
-def _has_unit_stride(t: GgmlTensor) -> bool:
+def has_unit_stride(t: GgmlTensor) -> bool:
     """Tell whether the last two axes are a matrix as BLAS wants it.
 
     One of them is contiguous and the other strides over it.
@@ -47,7 +47,7 @@ def _has_unit_stride(t: GgmlTensor) -> bool:
 def _lower_matmul(b: Lowering, x: GgmlTensor, y: GgmlTensor) -> GgmlTensor:
     if b.own_kernels:
         x, y = b.cast(x, float32), b.cast(y, float32)
-        x, y = (t if _has_unit_stride(t) else b.contiguous(t) for t in (x, y))
+        x, y = (t if has_unit_stride(t) else b.contiguous(t) for t in (x, y))
         return lib.pg_matmul(b.ctx, x, y)
     # ggml_mul_mat(p, q) is q @ p.T for p (n, k) and q (m, k), and broadcasts p over q's batch axes
     batch = [max(x.ne[i], y.ne[i]) for i in (3, 2)]

@@ -21,6 +21,7 @@
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 
 enum { FIRST_FREE_PARAM = 6 }; /* index into op_params, in 4-byte units; 10 are free */
+enum { IN_PLACE_PARAM = 9 };   /* of these: 1 where the result may take the place of an input of its shape (placement.c) */
 enum { CACHE_LINE = 16 };      /* in floats */
 
 static inline void set_param_f32(struct ggml_tensor * node, int i, float value) {

@@ -16,8 +16,7 @@ enum { MAX_FACTORS = 4 }; /* with more, products lose more digits than powf */
 
 /* x0 to the power p. */
 static void row_power(
-    float * restrict y, const float * restrict x0, const float * restrict x1, const float * restrict x2, int64_t n, float p,
-    float q) {
+    float * y, const float * x0, const float * x1, const float * x2, int64_t n, float p, float q) {
     (void) x1, (void) x2, (void) q;
     if (p != rintf(p) || fabsf(p) > MAX_FACTORS) {
         for (int64_t i = 0; i < n; i++) {
@@ -26,6 +25,7 @@ static void row_power(
         return;
     }
     float factor[ROW_BLOCK]; /* x, x^2, x^4 in turn, or their reciprocals */
+#pragma omp simd
     for (int64_t i = 0; i < n; i++) {
         factor[i] = p < 0.0f ? 1.0f / x0[i] : x0[i];
         y[i]      = 1.0f;

@@ -10,9 +10,9 @@
 
 enum { ROW_BLOCK = 256, MAX_INPUTS = 3 };
 
+/* y may be one of the inputs, element for element: hence no restrict, but omp simd. */
 typedef void (*row_function)(
-    float * restrict y, const float * restrict x0, const float * restrict x1, const float * restrict x2, int64_t n, float p,
-    float q);
+    float * y, const float * x0, const float * x1, const float * x2, int64_t n, float p, float q);
 
 /* Call f on worker ith's share of the output, in blocks of at most ROW_BLOCK elements of one row. An input with one element in
  * the row comes as a block of copies, so f need not know about broadcasting. */
@@ -80,14 +80,15 @@ static inline struct ggml_tensor * elementwise_node(
         ggml_custom_4d(ctx, GGML_TYPE_F32, ne[0], ne[1], ne[2], ne[3], args, inputs, run, GGML_N_TASKS_MAX, NULL);
     set_param_f32(node, 0, p);
     set_param_f32(node, 1, q);
+    set_param_i32(node, IN_PLACE_PARAM, 1);
     return node;
 }
 
 #define ROWS(NAME, ELEMENTS, FORMULA)                                                                                     \
     static void row_##NAME(                                                                                               \
-        float * restrict y, const float * restrict x0, const float * restrict x1, const float * restrict x2, int64_t n,   \
-        float p, float q) {                                                                                               \
+        float * y, const float * x0, const float * x1, const float * x2, int64_t n, float p, float q) {                   \
         (void) x1, (void) x2, (void) p, (void) q;                                                                         \
+        _Pragma("omp simd")                                                                                               \
         for (int64_t i = 0; i < n; i++) {                                                                                 \
             ELEMENTS;                                                                                                     \
             y[i] = FORMULA;                                                                                               \

@@ -12,6 +12,11 @@ struct ggml_tensor * pg_matmul(struct ggml_context * ctx, struct ggml_tensor * a
 struct ggml_tensor * pg_linear(
     struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * weight, struct ggml_tensor * bias);
 
+/* Products of equally many matrices with the lower triangles of square ones: that of a @ b.T; that of a, or its transpose, @ b. */
+enum pg_lower { PG_LOWER_OF_PRODUCT, PG_LOWER_TIMES, PG_LOWER_TRANSPOSED_TIMES };
+struct ggml_tensor * pg_lower_matmul(
+    struct ggml_context * ctx, struct ggml_tensor * a, struct ggml_tensor * b, enum pg_lower kind);
+
 /* Negative log-likelihood of each row of logits (rows, classes) under its int32 label: (rows,). A negative label gives 0. */
 struct ggml_tensor * pg_cross_entropy(
     struct ggml_context * ctx, struct ggml_tensor * logits, struct ggml_tensor * labels, float smoothing);

@@ -95,3 +95,83 @@ struct ggml_tensor * pg_linear(
     struct ggml_tensor * args[] = {x, weight, bias};
     return ggml_custom_4d(ctx, GGML_TYPE_F32, weight->ne[1], x->ne[1], 1, 1, args, bias != NULL ? 3 : 2, run_linear, GGML_N_TASKS_MAX, NULL);
 }
+
+/* ---- with lower triangles ----
+ *
+ * In causal attention query i sees keys 0 to i. A block of the rows of such a matrix ends where its last row does, so that half
+ * of the work is left out. */
+
+enum { LOWER_BLOCK = 32 }; /* rows; not a function of the number of workers, nor is the result */
+
+static enum CBLAS_TRANSPOSE flipped(enum CBLAS_TRANSPOSE trans) {
+    return trans == CblasNoTrans ? CblasTrans : CblasNoTrans;
+}
+
+static const float * at_row(const float * data, struct matrix m, int64_t row) {
+    return data + (m.trans == CblasNoTrans ? row * m.ld : row);
+}
+
+static const float * at_column(const float * data, struct matrix m, int64_t column) {
+    return data + (m.trans == CblasNoTrans ? column : column * m.ld);
+}
+
+static void run_lower(struct ggml_tensor * dst, int ith, int nth, void * unused) {
+    (void) unused;
+    const struct ggml_tensor * a = dst->src[0], * b = dst->src[1];
+    const enum pg_lower kind = get_param_i32(dst, 0);
+    const struct matrix ma = matrix_of(a), mb = matrix_of(b);
+    const int64_t height = dst->ne[1], width = dst->ne[0], batch = dst->ne[2] * dst->ne[3];
+    const int64_t blocks = (height + LOWER_BLOCK - 1) / LOWER_BLOCK;
+    int64_t begin = ith, end = batch * blocks;
+    const bool whole = batch >= nth; /* else blocks, which are of unequal work, are dealt out in turn */
+    if (whole) {
+        share_of_work(batch, 1, ith, nth, &begin, &end);
+        begin *= blocks;
+        end *= blocks;
+    }
+    for (int64_t item = begin; item < end; item += whole ? 1 : nth) {
+        const int64_t i = item / blocks, i2 = i % dst->ne[2], i3 = i / dst->ne[2];
+        const int64_t row = item % blocks * LOWER_BLOCK, row_end = MIN(row + LOWER_BLOCK, height);
+        const float * pa = batch_item(a, i2, i3), * pb = batch_item(b, i2, i3);
+        float * pc = (float *) dst->data + (i * height + row) * width;
+        const int64_t rows = row_end - row;
+        if (kind == PG_LOWER_OF_PRODUCT) {
+            scipy_cblas_sgemm(
+                CblasRowMajor, ma.trans, flipped(mb.trans), (blasint) rows, (blasint) row_end, (blasint) a->ne[0], 1.0f,
+                at_row(pa, ma, row), ma.ld, pb, mb.ld, 0.0f, pc, (blasint) width);
+            for (int64_t r = row; r < row_end; r++) {
+                memset(pc + (r - row) * width + r + 1, 0, (width - r - 1) * sizeof(float));
+            }
+            continue;
+        }
+        /* the whole columns on the left of the block of the diagonal, or rows below it, and this block without what is above */
+        const bool transposed = kind == PG_LOWER_TRANSPOSED_TIMES;
+        const int64_t first = transposed ? row_end : 0, inner = transposed ? height - row_end : row;
+        const float * whole_rows = transposed ? at_column(at_row(pa, ma, first), ma, row) : at_row(pa, ma, row);
+        if (inner > 0) {
+            scipy_cblas_sgemm(
+                CblasRowMajor, transposed ? flipped(ma.trans) : ma.trans, mb.trans, (blasint) rows, (blasint) width,
+                (blasint) inner, 1.0f, whole_rows, ma.ld, at_row(pb, mb, first), mb.ld, 0.0f, pc, (blasint) width);
+        }
+        float corner[LOWER_BLOCK * LOWER_BLOCK] = {0.0f};
+        for (int64_t r = 0; r < rows; r++) {
+            for (int64_t c = 0; c <= r; c++) {
+                corner[r * LOWER_BLOCK + c] = *at_column(at_row(pa, ma, row + r), ma, row + c);
+            }
+        }
+        scipy_cblas_sgemm(
+            CblasRowMajor, transposed ? CblasTrans : CblasNoTrans, mb.trans, (blasint) rows, (blasint) width, (blasint) rows, 1.0f,
+            corner, LOWER_BLOCK, at_row(pb, mb, row), mb.ld, inner > 0 ? 1.0f : 0.0f, pc, (blasint) width);
+    }
+}
+
+struct ggml_tensor * pg_lower_matmul(
+    struct ggml_context * ctx, struct ggml_tensor * a, struct ggml_tensor * b, enum pg_lower kind) {
+    struct ggml_tensor * args[] = {a, b};
+    const int64_t width = kind == PG_LOWER_OF_PRODUCT ? b->ne[1] : b->ne[0];
+    const int64_t height = kind == PG_LOWER_TRANSPOSED_TIMES ? a->ne[0] : a->ne[1];
+    struct ggml_tensor * node = ggml_custom_4d(
+        ctx, GGML_TYPE_F32, width, height, a->ne[2], a->ne[3], args, 2, run_lower, GGML_N_TASKS_MAX, NULL);
+    set_param_i32(node, 0, kind);
+    return node;
+}

@@ -5,15 +5,17 @@
 /* Sums run in single precision over a block, in double over the blocks: long rows lose no accuracy, and both parts vectorise. */
 enum { BLOCK = 256 };
 
-/* ---- softmax ---- */
+/* ---- softmax ---- (and its gradient: either may take the place of an input, row for row) */
 
 /* y = scale * x + mask. */
-static void score_row(float * restrict y, const float * restrict x, const float * restrict mask, int64_t n, float scale) {
+static void score_row(float * y, const float * x, const float * mask, int64_t n, float scale) {
     if (mask == NULL) {
+#pragma omp simd
         for (int64_t j = 0; j < n; j++) {
             y[j] = x[j] * scale;
         }
     } else {
+#pragma omp simd
         for (int64_t j = 0; j < n; j++) {
             y[j] = x[j] * scale + mask[j];
         }
@@ -100,6 +102,7 @@ struct ggml_tensor * pg_softmax(
         NULL);
     set_param_f32(node, 0, scale);
     set_param_i32(node, 1, causal);
+    set_param_i32(node, IN_PLACE_PARAM, 1);
     return node;
 }
 
@@ -128,10 +131,11 @@ static void run_softmax_back(struct ggml_tensor * dst, int ith, int nth, void * 
         share_of_work(rows, 1, ith, nth, &begin, &end);
     }
     for (int64_t i = begin; i < end; i += causal ? nth : 1) {
-        const float * restrict g = (const float *) grad->data + i * n, * restrict y = (const float *) dst->src[1]->data + i * n;
-        float * restrict dx = (float *) dst->data + i * n;
+        const float * g = (const float *) grad->data + i * n, * y = (const float *) dst->src[1]->data + i * n;
+        float * dx = (float *) dst->data + i * n;
         const int64_t seen = causal ? causal_limit(grad, i) : n;
         const float dot = (float) dot_row(g, y, seen);
+#pragma omp simd
         for (int64_t j = 0; j < seen; j++) {
             dx[j] = scale * y[j] * (g[j] - dot);
         }
@@ -146,6 +150,7 @@ struct ggml_tensor * pg_softmax_back(
         ctx, GGML_TYPE_F32, y->ne[0], y->ne[1], y->ne[2], y->ne[3], args, 2, run_softmax_back, GGML_N_TASKS_MAX, NULL);
     set_param_f32(node, 0, scale);
     set_param_i32(node, 1, causal);
+    set_param_i32(node, IN_PLACE_PARAM, 1);
     return node;
 }
 

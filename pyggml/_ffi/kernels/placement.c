@@ -119,25 +119,40 @@ static bool free_place(struct placement * p, int64_t offset, int64_t size) {
     return true;
 }
 
-static bool works_in_place(enum ggml_op op) {
-    switch (op) {
+static bool works_in_place(const struct ggml_tensor * node) {
+    switch (node->op) {
         case GGML_OP_ADD: case GGML_OP_SUB: case GGML_OP_MUL: case GGML_OP_DIV: case GGML_OP_SCALE: case GGML_OP_SQR:
         case GGML_OP_SQRT: case GGML_OP_LOG: case GGML_OP_SIN: case GGML_OP_COS: case GGML_OP_UNARY:
             return true;
+        case GGML_OP_CUSTOM:
+            return get_param_i32(node, IN_PLACE_PARAM) == 1;
         default:
             return false;
     }
 }
 
+/* Whether a node reads the elements of an input in another order too, by way of a view. */
+static bool reads_otherwise(const struct ggml_tensor * node, const struct ggml_tensor * input) {
+    for (int s = 0; s < GGML_MAX_SRC; s++) {
+        const struct ggml_tensor * other = node->src[s];
+        if (other != NULL && other->view_src == input &&
+            (other->view_offs != 0 || !ggml_are_same_shape(other, node) || !ggml_is_contiguous(other))) {
+            return true;
+        }
+    }
+    return false;
+}
+
 /* Return the input of node i whose place the result can take, or NULL. */
 static struct life * dying_input(struct placement * p, const struct ggml_tensor * node, int i) {
-    if (!works_in_place(node->op)) {
+    if (!works_in_place(node)) {
         return NULL;
     }
     for (int s = 0; s < GGML_MAX_SRC; s++) {
         const struct ggml_tensor * input = node->src[s];
         if (input == NULL || input->view_src != NULL || input->data != NULL || input->type != node->type ||
-            !ggml_are_same_shape(input, node) || !ggml_is_contiguous(input) || !ggml_is_contiguous(node)) {
+            !ggml_are_same_shape(input, node) || !ggml_is_contiguous(input) || !ggml_is_contiguous(node) ||
+            reads_otherwise(node, input)) {
             continue;
         }
         struct life * life = &p->lives[*slot_of(p, input)];
