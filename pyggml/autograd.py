@@ -17,7 +17,8 @@ from . import graph
 from .checks import as_list, need_function, positive_integer, shown
 from .errors import DTypeError, GradError, SettingError, ShapeError
 from .graph import Budget, Frame, Mode, Node, find_node, mode_of, source_index, state
-from .ops import add, full, sum_to
+from .ops import add, sum_to
+from .ops.elementwise import filled
 from .ops.slicing import join_tiles
 from .ops.update import ACCUMULATE
 from .plan import graph_order
@@ -265,9 +266,7 @@ def _gradients_of(
     if seed is not None and seed.shape != target.shape:
         raise ShapeError(f"{op}: seed must have the value's shape {target.shape}; got {seed.shape}")
     with state.inside(frame, mode):
-        start = node_in(
-            full(target.shape, 1.0, device=frame.device) if seed is None else seed, frame
-        )
+        start = filled(node.shape, 1.0) if seed is None else node_in(seed, frame)
         nodes = wanted(frame, node)
         return frame, nodes, _gradient_nodes(node, start, nodes, frame)
 

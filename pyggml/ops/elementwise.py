@@ -44,6 +44,11 @@ def constant(x: Node, shape: Shape, scale: float = 1.0, shift: float = 0.0) -> N
     value = scale * dict(x.settings)["value"] + shift
     if value == 0:  # of either sign, which settings do not tell apart
         return None
+    return filled(shape, value)
+
+
+def filled(shape: Shape, value: float) -> Node:
+    """Return the node of a tensor filled with a number."""
     return find_node((FULL, (("shape", shape), ("value", value)), PLAIN))
 
 
@@ -57,9 +62,7 @@ def full(shape: Sequence[int], value: float, *, device: Device | str | None = No
     sizes = as_shape("full", shape)
     if value == 0 and math.copysign(1.0, value) < 0:  # equal to 0.0, but not the same setting
         return neg(full(sizes, 0.0, device=device))
-    frame = state.open_frame(resolve_device(device))
-    settings = (("shape", sizes), ("value", value))
-    return pending(find_node((FULL, settings, PLAIN)), frame)
+    return pending(filled(sizes, value), state.open_frame(resolve_device(device)))
 
 
 # ---- add, sub, mul, div --------------------------------------------------------------------------
