@@ -16,6 +16,7 @@ from .deadline import check_deadline
 from .device import Device
 from .dtypes import DType
 from .graph import Source
+from .memory import asking_for_memory
 from .plan import Program, Step
 
 
@@ -83,7 +84,8 @@ class ReferencePlan:
             (step, source.storage.array) for step, source in zip(program.given, given, strict=True)
         )
         left = self.uses.copy()
-        with np.errstate(all="ignore"):
+        largest = max((step.node.shape for step in program.steps), key=prod, default=())
+        with np.errstate(all="ignore"), asking_for_memory("reference", largest):
             for step in program.steps:
                 check_deadline()
                 self._run(step, values)

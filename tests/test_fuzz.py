@@ -82,7 +82,7 @@ KINDS = {  # of each kind: a pattern of annotations; usual values; odd ones. The
     "function": (
         r"Callable|Schedule|Loss|Metric|Forward|Layer|Any",
         "ag.relu | ag.mse_loss | lambda *a: a[0] | train.accuracy | lambda t: 0.1 | nn.ReLU()",
-        "lambda: 0 | lambda *a: None | lambda *a: 'a' | lambda *a: float('nan') | print",
+        "lambda: 0 | lambda *a: None | lambda *a: 'a' | lambda *a: float('nan') | repr",
     ),
     "dict": (
         r"Mapping|dict",
@@ -279,7 +279,7 @@ def is_allowed(error: BaseException, source: str) -> bool:
     if last.filename == "<call>":  # Python's own: nothing of pyggml was reached
         return True
     misfit = re.match(rf"(<?\w+)\S*\(\) {SIGNATURE}", str(error))
-    if isinstance(error, TypeError) and misfit and misfit[1].strip("<") in source:
+    if isinstance(error, TypeError) and misfit and misfit[1].strip("<_") in source:
         return True  # a function that was given takes other arguments
     if isinstance(error, OSError) and not isinstance(error, TimeoutError):
         return True  # documented: a file that is not there, or cannot be written

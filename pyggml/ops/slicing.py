@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 
 from .._ffi import lib
-from ..checks import as_list, positive_integer, shown
+from ..checks import as_list, plain_number, positive_integer, shown
 from ..dtypes import float32
 from ..errors import DTypeError, ShapeError
 from ..graph import MAX_DIMS, Op, Spec
@@ -168,9 +168,8 @@ def pad(
     pairs = np.broadcast_to(pairs, (x.ndim, 2)).tolist()
     if not any(before or after for before, after in pairs):
         return x
-    return record(
-        PAD, x, widths=tuple((before, 1, after) for before, after in pairs), value=float(value)
-    )
+    value = plain_number("pad", "value", value)
+    return record(PAD, x, widths=tuple((before, 1, after) for before, after in pairs), value=value)
 
 
 # ---- concat, stack, split ------------------------------------------------------------------------
