@@ -152,7 +152,7 @@ REFUSED: dict[str, list[Refusal]] = {
             ((I(2),), {"axes": (-1,), "keepdims": False}, f"{op}: needs float32"),
             ((F(2),), {"axes": (-2,), "keepdims": False}, f"{op}: axes (-2,) are not those"),
         ]
-        for op in ("sum", "max")
+        for op in ("sum", "mean", "max")
     },
     "argmax": [
         ((I(2),), {"axis": -1, "keepdims": False}, "argmax: needs float32"),
@@ -276,6 +276,37 @@ REFUSED: dict[str, list[Refusal]] = {
     "avg_pool": [
         ((F(1, 2, 2),), POOL, "avg_pool2d: the input must have shape (any, any, any, any)"),
         ((I(1, 1, 2, 2),), POOL, "avg_pool2d: needs float32"),
+    ],
+    "recurrence": [
+        (
+            (F(12, 3), F(12, 2), F(5, 2), F(12), F(2, 3), F(2, 3)),
+            {"reverse": False},
+            "recurrence: needs weights (gates * hidden, hidden)",
+        ),
+        (
+            (F(9, 3), F(9, 2), F(4, 2), F(9), F(2, 3)),
+            {"reverse": False},
+            "recurrence: needs weights (gates * hidden, hidden)",
+        ),
+        (
+            (F(9, 3), F(9, 2), I(4, 2), F(12), F(2, 3)),
+            {"reverse": False},
+            "recurrence: needs float32; got int32",
+        ),
+    ],
+    "recurrent_states": [
+        (
+            (F(13, 2, 3), F(12, 3), F(12, 2), F(4, 2), F(12), F(2, 3), F(2, 3)),
+            {"reverse": False},
+            "recurrent_states: the recurrence must have shape (14, 2, 3) and be float32; got",
+        ),
+    ],
+    "recurrence_back": [
+        (
+            (F(12, 3), F(2, 2, 3), F(14, 2, 3)),
+            {"states": 2, "reverse": False},
+            "recurrence_back: weight, gradient and recurrence do not belong together",
+        ),
     ],
     "avg_pool_back": [
         ((F(1, 1, 2, 1),), {**POOL, "size": (2, 2)}, "avg_pool_back: the gradient must have shape"),

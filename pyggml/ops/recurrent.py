@@ -44,16 +44,12 @@ def _check_shapes(
 ) -> tuple[int, int, int]:
     """Return steps, batch and hidden."""
     need_floats("recurrence", weight_hh, weight_ih, x, bias, *first)
-    batch, hidden = first[0].shape
+    batch, hidden = first[0].shape if len(first[0].shape) == 2 else (1, 1)
     width = {1: 3, 2: 4}[len(first)] * hidden
-    if (
-        weight_hh.shape != (width, hidden)
-        or weight_ih.shape != (width, x.shape[1])
-        or bias.shape != (GATES * hidden,)
-        or x.shape[0] % batch
-        or any(h.shape != first[0].shape for h in first)
-    ):
-        shapes = [t.shape for t in (weight_hh, weight_ih, x, bias, *first)]
+    rows = x.shape[0] if x.shape else 1
+    shapes = [t.shape for t in (weight_hh, weight_ih, x, bias, *first)]
+    wanted = [(width, hidden), (width, *x.shape[1:]), (rows, *x.shape[1:2]), (GATES * hidden,)]
+    if shapes != [*wanted, *[(batch, hidden)] * len(first)] or len(x.shape) != 2 or rows % batch:
         raise ShapeError(
             "recurrence: needs weights (gates * hidden, hidden) and (gates * hidden, inputs), x "
             "(steps * batch, inputs), a bias (4 * hidden,) and one or two states (batch, hidden); "
@@ -128,6 +124,12 @@ RECURRENCE = Op(
 
 
 def _states_shape(kept: Spec, *inputs: Spec, reverse: bool) -> Spec:
+    wanted = _recurrence_shape(*inputs, reverse=reverse)
+    if (kept.shape, kept.dtype) != wanted:
+        raise ShapeError(
+            f"recurrent_states: the recurrence must have shape {wanted.shape} and be float32; got "
+            f"{kept.shape} of {kept.dtype}"
+        )
     steps, batch, hidden = _check_shapes(*inputs)
     return Spec((steps + len(inputs) - 5, batch, hidden), float32)
 
@@ -203,8 +205,19 @@ RECURRENT_STATES = Op(
 
 
 def _back_shape(weight_hh: Spec, g: Spec, kept: Spec, *, states: int, reverse: bool) -> Spec:
-    steps = g.shape[0] - (states - 1)
-    return Spec((GATES * steps + states, *g.shape[1:]), float32)
+    need_floats("recurrence_back", weight_hh, g, kept)
+    rows, batch, hidden = kept.shape if len(kept.shape) == 3 else (states, 1, 1)
+    steps = (rows - states) // (states + GATES)
+    if (
+        kept.shape != (states * (steps + 1) + GATES * steps, batch, hidden)
+        or g.shape != (steps + states - 1, batch, hidden)
+        or weight_hh.shape != ((2 + states) * hidden, hidden)
+    ):
+        raise ShapeError(
+            "recurrence_back: weight, gradient and recurrence do not belong together; got "
+            f"{weight_hh.shape}, {g.shape}, {kept.shape}"
+        )
+    return Spec((GATES * steps + states, batch, hidden), float32)
 
 
 def _lower_back(
