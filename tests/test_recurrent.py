@@ -151,3 +151,16 @@ def test_a_checkpointed_recurrent_layer_has_the_same_gradients(kind, device):
         found.append([g.numpy() for g in ag.grad(loss, layer.parameters())])
     for plain, checkpointed in zip(*found, strict=True):
         np.testing.assert_array_equal(plain, checkpointed)
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_inputs_of_a_half_type_give_nearly_the_same_gradients(kind, dtype, device):
+    layer, found = kind(3, 4, bidirectional=True), []
+    for given in ("float32", dtype):
+        with ag.grad_tape():
+            x = ag.tensor(normal(0, 2, 5, 3), dtype=given, requires_grad=True)
+            loss = ag.sum(ag.sqr(layer(x)[0]))
+        found.append([g.numpy() for g in ag.grad(loss, [x, *layer.parameters()])])
+    for full, half in zip(*found, strict=True):
+        np.testing.assert_allclose(half, full, rtol=0.05, atol=0.05)
