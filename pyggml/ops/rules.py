@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..checks import as_index, shown
+from ..checks import LARGEST, as_index, shown
 from ..dtypes import float32, int32
 from ..errors import DTypeError, ShapeError
 from ..graph import MAX_DIMS, Shape, Spec
@@ -100,6 +100,12 @@ def as_shape(op: str, shape: int | Sequence[int], unknown: bool = False) -> Shap
     Raises DTypeError unless its sizes are integers, ShapeError unless there are at most four and
     they are positive, or -1 where that stands for an unknown one.
     """
+    if type(shape) is tuple and len(shape) <= MAX_DIMS:  # as in most calls of a step
+        for size in shape:
+            if type(size) is not int or not (0 < size <= LARGEST or (unknown and size == -1)):
+                break
+        else:
+            return shape
     listed: list[Any] = list(shape) if _is_listed(shape) else [shape]  # type: ignore[arg-type]
     if len(listed) == 1 and isinstance(listed[0], (tuple, list)):
         listed = list(listed[0])
@@ -108,7 +114,7 @@ def as_shape(op: str, shape: int | Sequence[int], unknown: bool = False) -> Shap
         raise DTypeError(f"{op}: sizes must be integers; got {shown(shape)}")
     result = tuple(size for size in sizes if size is not None)
     check_ndim(op, result)
-    if any((size < 1 and not (unknown and size == -1)) or size >= 1 << 63 for size in result):
+    if any((size < 1 and not (unknown and size == -1)) or size > LARGEST for size in result):
         raise ShapeError(
             f"{op}: sizes must be positive{', one of them may be -1' if unknown else ''}, and "
             f"below 2^63; got {shown(result)}"
