@@ -10,7 +10,7 @@ import pytest
 from helpers import child
 
 import pyggml as pg
-from pyggml import ag, optim
+from pyggml import ag, nn, optim
 
 
 def much_work(count=3_000):
@@ -67,6 +67,13 @@ def test_of_blocks_inside_each_other_the_one_that_ends_first_counts(outer, inner
         if outer:
             assert (ag.tensor([1.0]) + 1.0).tolist() == [2.0]
     assert (ag.tensor([1.0]) + 1.0).tolist() == [2.0]
+
+
+def test_a_compiled_module_keeps_the_deadline_too():
+    double = nn.compile(nn.Linear(2, 2).eval())
+    with pytest.raises(pg.DeadlineError), pg.deadline(0):
+        double(np.ones((1, 2)))
+    assert double(np.ones((1, 2))).shape == (1, 2)
 
 
 def test_a_deadline_is_the_threads_own():

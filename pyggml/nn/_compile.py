@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..autograd import no_grad
+from ..deadline import check_deadline
 from ..device import resolve_device
 from ..dtypes import check_array
 from ..errors import DTypeError, IndexRangeError, PyggmlError, SettingError
@@ -134,6 +135,7 @@ class Trace:
                     if limit is not None:
                         _check_limit(sources[place], *limit)
             plan = device.plan_for(self.key, lambda: Program(self.key[0], (), ()))
+            check_deadline()
             storages = plan.run(sources, ())
             results = [
                 device.download(Source(shape, dtype, device, storage))
