@@ -202,3 +202,11 @@ def test_every_floor_is_of_a_workload_and_a_peer_that_there_are(
         assert mode in ("training", "inference", "memory")
         assert workload in modules["workloads"].WORKLOADS
         assert floors.keys() <= modules["common"].PEERS.keys()
+
+
+def test_a_vulkan_device_that_is_not_there_is_named(tmp_path):
+    done = run("bench_vulkan.py", "--device", "vulkan99", folder=tmp_path)
+    if done.returncode == 0:
+        assert "there is no Vulkan device" in done.stdout
+    else:
+        assert "no Vulkan device 'vulkan99'; there are: ['vulkan0'" in done.stderr
