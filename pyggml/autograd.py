@@ -333,6 +333,20 @@ def _leaves_of(frame: Frame, target: Node) -> tuple[Node, ...]:
     return leaves
 
 
+def leaf_gradients(
+    op: str, target: Tensor, seed: Tensor | None = None
+) -> tuple[Frame, list[tuple[Tensor, Node]]]:
+    """Return the target's frame, and each leaf it depends on with the node of its gradient."""
+    frame, leaves, found = _gradients_of(op, target, _leaves_of, seed, _BACKWARD)
+    pairs = []
+    for leaf, node in zip(leaves, found, strict=True):
+        owner = frame.sources[source_index(leaf)].owner
+        tensor = owner() if owner is not None else None
+        if tensor is not None and node is not None:
+            pairs.append((tensor, node))
+    return frame, pairs
+
+
 def backward(target: Tensor, *, seed: Tensor | None = None) -> dict[Tensor, Tensor]:
     """Add the gradients of a value to ``.grad`` of every leaf it depends on.
 
@@ -347,25 +361,22 @@ def backward(target: Tensor, *, seed: Tensor | None = None) -> dict[Tensor, Tens
     >>> grads[w].numpy(), w.grad.numpy()
     (array([2., 4.], dtype=float32), array([2., 4.], dtype=float32))
     """
-    frame, leaves, found = _gradients_of("backward", target, _leaves_of, seed, _BACKWARD)
-    owners = [frame.sources[source_index(node)].owner for node in leaves]
-    tensors = [owner() if owner is not None else None for owner in owners]
+    frame, pairs = leaf_gradients("backward", target, seed)
     # A gradient that still waits for an earlier backward is computed first: k micro-batches are k
     # equal runs, and the memory of one, not one run k times as long.
-    for tensor in tensors:
-        if tensor is not None and tensor.grad is not None and tensor.grad._source is None:
+    for tensor, _ in pairs:
+        if tensor.grad is not None and tensor.grad._source is None:
             tensor.grad._materialized()
     grads: dict[Tensor, Tensor] = {}
     with state.inside(frame, _BACKWARD):
-        for tensor, node in zip(tensors, found, strict=True):
-            if tensor is not None and node is not None:
-                part = grads[tensor] = pending(node, frame)
-                if tensor.grad is None:
-                    tensor.grad = part
-                elif frame.lines is None and _nobody_else_holds(tensor):
-                    _add_in_place(tensor.grad, node, frame)
-                else:
-                    tensor.grad = add(tensor.grad, part)
+        for tensor, node in pairs:
+            part = grads[tensor] = pending(node, frame)
+            if tensor.grad is None:
+                tensor.grad = part
+            elif frame.lines is None and _nobody_else_holds(tensor):
+                _add_in_place(tensor.grad, node, frame)
+            else:
+                tensor.grad = add(tensor.grad, part)
     return grads
 
 

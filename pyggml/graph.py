@@ -28,8 +28,8 @@ from .errors import DeviceMemoryError, ShapeError, StaleError
 if TYPE_CHECKING:
     from .deadline import Deadline
     from .device import Device
-    from .nn._compile import Trace
     from .tensor import Tensor
+    from .trace import Trace
 
 MAX_DIMS = 4  # ggml's limit
 
@@ -461,7 +461,7 @@ class State(threading.local):
         self.frame = NOWHERE  # the one used last
         self.deadline: Deadline | None = None  # of the open deadline block that ends first
         self.lowering: Node | None = None  # what is being made into nodes of a ggml graph
-        self.trace: Trace | None = None  # what nn.compile records at the moment
+        self.trace: Trace | None = None  # what is compiled at the moment
 
     def open_frame(self, device: Device) -> Frame:
         """Return this thread's frame for a device, a fresh one if the last has ended."""

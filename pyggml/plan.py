@@ -272,7 +272,7 @@ def _evaluate(frame: Frame, wanted: Tensor | None, effects: tuple[Node, ...]) ->
         check_finite(frame, (*missing, *pending_effects, *effects), known)
     all_effects = (*pending_effects, *effects)
     if missing or all_effects:
-        storages = _run_counting_changes(frame, missing, all_effects, known)
+        storages = run_counting_changes(frame, missing, all_effects, known)
         for node, storage in zip(missing, storages, strict=True):
             known[node] = Source(node.shape, node.dtype, frame.device, storage)
     for node in pending_effects:
@@ -290,7 +290,7 @@ def _evaluate(frame: Frame, wanted: Tensor | None, effects: tuple[Node, ...]) ->
         graph.state.leave(frame)  # its handles keep it for ag.backward; new ops start a new one
 
 
-def _run_counting_changes(
+def run_counting_changes(
     frame: Frame, outputs: tuple[Node, ...], effects: tuple[Node, ...], known: dict[Node, Source]
 ) -> list[Any]:
     """Run a program, and let the versions of the sources tell of its effects whatever happens.

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from .checks import as_index, need_mapping, shown
-from .errors import DTypeError, PyggmlError, SettingError
+from .errors import DTypeError, SettingError
 from .graph import state
 
 KEY_WORDS = 4  # seed and number of the draw, two words each
@@ -106,7 +106,7 @@ class Generator:
 
     def _next(self) -> tuple[int, int]:
         if state.trace is not None:
-            raise PyggmlError("compile: the model draws random numbers, which would never change")
+            state.trace.refuse_drawing()
         with self._lock:
             draw = self._draws
             self._draws = draw + 1

@@ -137,6 +137,8 @@ class Tensor:
 
     def numpy(self) -> np.ndarray:
         """Return the value as a new NumPy array, computing it first if it is pending."""
+        if state.trace is not None:
+            state.trace.refuse_reading()
         source = self._source or self._materialized()
         return source.device.download(source)
 
@@ -193,10 +195,7 @@ class Tensor:
                 # a handle made by hand
                 raise PyggmlError("this value was released before it was computed")
             if state.trace is not None:
-                raise PyggmlError(
-                    "compile: the model reads a value that it computes, which would be kept for "
-                    "other inputs; call the model itself, or compile a part of it"
-                )
+                state.trace.refuse_reading()
             evaluate(frame, self)
             assert self._source is not None
         return self._source
@@ -230,8 +229,11 @@ class Tensor:
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        own = getattr(Tensor, function.__name__, None)
+        if isinstance(own, property) and len(args) == 1 and isinstance(args[0], Tensor):
+            return getattr(args[0], function.__name__)  # np.shape: no value is needed
         # np.sum would call our sum with arguments of its own: say so instead of failing there.
-        if callable(getattr(Tensor, function.__name__, None)):
+        if callable(own):
             raise DTypeError(
                 f"np.{function.__name__}: takes arrays; use the tensor's own method, which keeps "
                 "the gradient, or tensor.numpy()"

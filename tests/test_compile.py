@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 
@@ -163,7 +165,7 @@ def test_integers_that_the_model_computes_are_refused_as_indices():
         def forward(self, x):
             return self.table(ag.argmax(x, axis=1))
 
-    with pytest.raises(pg.PyggmlError, match="compile cannot check integers that the model"):
+    with pytest.raises(pg.PyggmlError, match="compile cannot check integers that are computed"):
         nn.compile(Best().eval())(numbers(2, 3))
 
 
@@ -180,7 +182,7 @@ def test_what_a_trace_cannot_hold_is_refused():
         def forward(self, x):
             return "text"
 
-    with pytest.raises(pg.PyggmlError, match="reads a value that it computes"):
+    with pytest.raises(pg.PyggmlError, match="compile: the function reads a value"):
         nn.compile(Reading().eval())(np.ones(2))
     with pytest.raises(pg.PyggmlError, match="draws random numbers"):
         nn.compile(Drawing().eval())(np.ones(2))
@@ -227,3 +229,210 @@ def test_many_shapes_keep_a_bounded_number_of_traces():
     for batch in range(1, 90):
         assert predict(numbers(batch, 5)).shape == (batch, 3)
     assert len(predict._traces) == 64
+
+
+# ---- optim.compile -------------------------------------------------------------------------------
+
+
+def deep(kind: str = "float32") -> nn.Module:
+    generator = np.random.default_rng(5)
+    model = nn.Sequential(
+        nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.25), nn.Linear(12, 3)
+    )
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    model.load_state_dict(
+        {name: generator.uniform(-0.5, 0.5, shape) for name, shape in shapes.items()}, strict=False
+    )
+    return model.to(dtype=kind)
+
+
+def batches(count: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return batches, some of them shorter."""
+    generator = np.random.default_rng(8)
+    sizes = [8, 8, 5, 8, 5, 8, 8, 8][:count]
+    return [(numbers(n, 6, seed=i), generator.integers(3, size=n)) for i, n in enumerate(sizes)]
+
+
+def eager_step(model, opt, x, y) -> float:
+    opt.zero_grad()
+    with ag.grad_tape():
+        loss = ag.softmax_cross_entropy(model(ag.tensor(x)), y)
+    ag.backward(loss)
+    opt.step()
+    return loss.item()
+
+
+METHODS = {
+    "AdamW with a schedule": lambda p: optim.AdamW(p, lr=optim.cosine_decay(lr=0.02, steps=10)),
+    "SGD with clipped values": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, clip_value=0.05),
+    "Adafactor": lambda p: optim.Adafactor(p, lr=0.05),
+    "two groups": lambda p: optim.Adam(
+        [{"params": p[:2], "lr_scale": 0.5}, {"params": p[2:], "weight_decay": 0.1}], lr=0.02
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16"])
+@pytest.mark.parametrize("method", METHODS)
+def test_compiled_steps_are_those_of_a_loop_to_the_last_bit(method, kind):
+    results = []
+    for compiled in (False, True):
+        pg.manual_seed(3)
+        model = deep(kind)
+        opt = METHODS[method](list(model.parameters()))
+        step = optim.compile(lambda x, y, m=model: ag.softmax_cross_entropy(m(x), y), opt)
+        losses = [step(x, y) if compiled else eager_step(model, opt, x, y) for x, y in batches(8)]
+        draws = pg.random.default_generator.state()
+        results.append((losses, model.state_dict(), opt.state_dict(), draws))
+    assert results[0][0] == results[1][0]
+    assert results[0][3] == results[1][3]
+    for plain, compiled in zip(results[0][1:3], results[1][1:3], strict=True):
+        assert plain.keys() == compiled.keys()
+        for name in plain:
+            np.testing.assert_array_equal(plain[name], compiled[name], err_msg=name)
+
+
+def test_the_loss_function_is_called_once_for_a_shape():
+    model, calls = mlp().train(), []
+    opt = optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(x, y):
+        calls.append(x.shape)
+        return ag.mse_loss(model(x), y)
+
+    step = optim.compile(loss, opt)
+    for batch in (4, 4, 2, 4, 2):
+        step(numbers(batch, 5), numbers(batch, 3))
+    assert calls == [(4, 5), (2, 5)] and opt.t == 5
+
+
+def test_eager_and_compiled_steps_may_alternate_and_states_be_loaded():
+    results = []
+    for compiled in (False, True):
+        pg.manual_seed(3)
+        model = deep()
+        opt = optim.AdamW(model.parameters(), lr=0.02)
+        step = optim.compile(lambda x, y, m=model: ag.softmax_cross_entropy(m(x), y), opt)
+        losses, saved = [], None
+        for i, (x, y) in enumerate(batches(8)):
+            if i == 3:
+                saved = {name: np.copy(value) for name, value in opt.state_dict().items()}
+            if i == 6:
+                opt.load_state_dict(saved)
+                model[0].weight.assign(np.ones((12, 6)))
+            use = compiled and i % 3 != 1
+            losses.append(step(x, y) if use else eager_step(model, opt, x, y))
+        results.append((losses, model.state_dict()))
+    assert results[0][0] == results[1][0]
+    for name, value in results[0][1].items():
+        np.testing.assert_array_equal(value, results[1][1][name])
+
+
+def test_freezing_a_layer_and_moving_the_model_are_noticed():
+    model = mlp().train()
+    opt = optim.SGD(model.parameters(), lr=0.1)
+    step = optim.compile(lambda x, y: ag.mse_loss(model(x), y), opt)
+    x, y = numbers(4, 5), numbers(4, 3)
+    step(x, y)
+    model[0].requires_grad_(False)
+    before = model[0].weight.numpy(), model[2].weight.numpy()
+    step(x, y)
+    np.testing.assert_array_equal(model[0].weight.numpy(), before[0])
+    assert not np.array_equal(model[2].weight.numpy(), before[1])
+    model[0].requires_grad_(True)
+    step(x, y)
+    assert not np.array_equal(model[0].weight.numpy(), before[0])
+    model.to("reference")
+    loss = ag.mse_loss(model(ag.tensor(x, device="reference")), ag.tensor(y, device="reference"))
+    expected = loss.item()
+    assert step(x, y) == pytest.approx(expected, rel=1e-12)
+
+
+def test_labels_are_checked_in_every_step_and_a_wrong_one_changes_nothing():
+    model = mlp().train()
+    opt = optim.SGD(model.parameters(), lr=0.1)
+    step = optim.compile(lambda x, y: ag.softmax_cross_entropy(model(x), y), opt)
+    step(numbers(4, 5), [0, 1, 2, 0])
+    before = model.state_dict()
+    with pytest.raises(pg.IndexRangeError, match=r"in \[0, 3\); got 3"):
+        step(numbers(4, 5), [0, 1, 3, 0])
+    assert opt.t == 1
+    for name, value in model.state_dict().items():
+        np.testing.assert_array_equal(value, before[name])
+
+
+def test_gradients_that_somebody_collects_are_left_alone():
+    model = mlp().train()
+    opt = optim.SGD(model.parameters(), lr=0.1)
+    step = optim.compile(lambda x, y: ag.mse_loss(model(x), y), opt)
+    step(numbers(4, 5), numbers(4, 3))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_memory_does_not_grow_with_compiled_steps():
+    model = mlp().train()
+    opt = optim.AdamW(model.parameters())
+    step = optim.compile(lambda x, y: ag.mse_loss(model(x), y), opt)
+    x, y = numbers(4, 5), numbers(4, 3)
+    counts = []
+    for _ in range(3):
+        for _ in range(20):
+            step(x, y)
+        gc.collect()
+        counts.append(len(gc.get_objects()))
+    assert counts[2] - counts[1] < 20
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"accumulate_steps": 2}, "accumulate_steps=2"),
+        ({"clip_norm": 1.0}, "clip_norm=1.0"),
+        ({"loss_scale": 2.0}, "loss_scale=LossScale"),
+    ],
+)
+def test_optimizers_that_need_more_than_one_run_are_refused(settings, message):
+    w = ag.param([1.0])
+    step = optim.compile(lambda x: ag.sum(w * x), optim.SGD([w], lr=0.1, **settings))
+    with pytest.raises(pg.SettingError, match=f"compile: .*{message}"):
+        step([1.0])
+
+
+@pytest.mark.parametrize(
+    "loss, error, message",
+    [
+        (lambda x, w: w * x, pg.ShapeError, r"one element; got shape \(2,\)"),
+        (lambda x, w: 1.0, pg.ShapeError, "one element; got float"),
+        (lambda x, w: ag.sum(x), pg.GradError, "does not depend on a parameter"),
+        (lambda x, w: ag.sum(w * x) * x.numpy()[0], pg.PyggmlError, "reads a value"),
+        (lambda x, w: ag.sum(w * ag.randn((2,))), pg.PyggmlError, "draws random numbers"),
+        (
+            lambda x, w: ag.softmax_cross_entropy(w, ag.argmax(x), ignore_index=0),
+            pg.PyggmlError,
+            "reads a value",
+        ),
+    ],
+)
+def test_losses_that_cannot_be_compiled_are_refused_and_change_nothing(loss, error, message):
+    w = ag.param([1.0, 2.0])
+    opt = optim.SGD([w], lr=0.1)
+    with pytest.raises(error, match=message):
+        optim.compile(lambda x: loss(x, w), opt)([1.0, 1.0])
+    assert w.tolist() == [1.0, 2.0] and opt.t == 0
+    assert eager_step_of(w, opt) == 3.0
+
+
+def eager_step_of(w, opt) -> float:
+    with ag.grad_tape():
+        total = ag.sum(w)
+    ag.backward(total)
+    opt.step()
+    return total.item()
+
+
+def test_compile_takes_a_function_and_an_optimizer():
+    w = ag.param([1.0])
+    with pytest.raises(pg.PyggmlError, match="compile: loss must be"):
+        optim.compile(None, optim.SGD([w], lr=0.1))
+    with pytest.raises(pg.DTypeError, match="compile: needs an optimizer; got list"):
+        optim.compile(lambda x: x, [w])

@@ -11,14 +11,12 @@ from numpy.typing import ArrayLike
 from ..autograd import no_grad
 from ..deadline import check_deadline
 from ..device import resolve_device
-from ..dtypes import check_array
-from ..errors import DTypeError, IndexRangeError, PyggmlError, SettingError
-from ..graph import PLAIN, SOURCE, Frame, Source, source_index, state
+from ..errors import DTypeError, PyggmlError, SettingError
+from ..graph import PLAIN, Frame, state
 from ..plan import Program
-from ..tensor import Tensor, make_tensor, node_in
+from ..tensor import Tensor, node_in
+from ..trace import Trace, Traces, value_of
 from ._module import Module
-
-MAX_TRACES = 64  # shapes that are kept; the oldest goes first
 
 
 def compile(model: Module) -> Compiled:
@@ -31,7 +29,7 @@ def compile(model: Module) -> Compiled:
 
     So the Python code of ``forward`` runs once for a shape; what it does by the values of its
     inputs would stay as it was. Raises SettingError for a model in training mode, and PyggmlError
-    for one that draws random numbers or reads a value that it computes.
+    for one that draws random numbers, changes a buffer, or reads a value.
 
     >>> model = nn.Linear(2, 1).eval()
     >>> model.load_state_dict({"weight": [[1.0, 2.0]], "bias": [0.5]})
@@ -51,26 +49,20 @@ class Compiled:
 
     def __init__(self, model: Module) -> None:
         self.model = model
-        self._traces: dict[tuple, Trace] = {}
+        self._traces = Traces()
 
     def __repr__(self) -> str:
         return f"compile({self.model!r})"
 
     def __call__(self, *inputs: ArrayLike) -> Any:
         """Return the model's output for arrays (or tensors) as arrays."""
-        arrays = [
-            value.numpy() if isinstance(value, Tensor) else np.asarray(value) for value in inputs
-        ]
-        key = tuple((array.shape, array.dtype.kind in "fb") for array in arrays)
-        trace = self._traces.get(key)
-        if trace is None or not trace.is_current():
-            trace = self._traces[key] = Trace(self.model, arrays)
-            if len(self._traces) > MAX_TRACES:
-                del self._traces[next(iter(self._traces))]
+        arrays, key, trace = self._traces.find(inputs)
+        if trace is None:
+            trace = self._traces.keep(key, ModuleTrace(self.model, arrays))
         return trace.run(arrays)
 
 
-class Trace:
+class ModuleTrace(Trace):
     """What a module records for inputs of certain shapes."""
 
     def __init__(self, model: Module, arrays: Sequence[np.ndarray]) -> None:
@@ -80,75 +72,33 @@ class Trace:
             buffer.settled().numpy()
         self.model = model
         tensors = [*model.parameters(), *model.buffers()]
-        self.state = [(tensor, tensor._source) for tensor in tensors]
-        self.device = tensors[0].device if tensors else resolve_device(None)
-        self.limits: dict[Source, tuple[str, int]] = {}  # of integer inputs: an op, and its size
+        self.held = [(tensor, tensor._source) for tensor in tensors]
+        super().__init__(arrays, tensors[0].device if tensors else resolve_device(None))
         frame = Frame(self.device)
-        inputs = [make_tensor(array, device=self.device, op="compile") for array in arrays]
-        self.kinds = [tensor._at[1].dtype for tensor in inputs]
-        given = [tensor._source for tensor in inputs]
-        with no_grad(), state.inside(frame, PLAIN):
-            state.trace = self
-            try:
-                result = model(*inputs)
-            finally:
-                state.trace = None
+        with no_grad(), state.inside(frame, PLAIN), self:
+            result = model(*self.inputs)
         outputs: list[Tensor] = []
         self.structure = _flatten(result, outputs)
-        nodes = tuple(node_in(tensor, frame) for tensor in outputs)
-        self.specs = [(node.shape, node.dtype) for node in nodes]
-        self.key = (nodes, (), (), None)
-        self.sources = frame.sources
-        self.places = [frame.sources.index(s) if s in frame.nodes else None for s in given]
-        self.input_limits = [self.limits.get(s) for s in given]  # type: ignore[arg-type]
+        self.outputs = tuple(node_in(tensor, frame) for tensor in outputs)
+        self.close(frame)
 
     def is_current(self) -> bool:
         """Tell whether the module still holds what it held, in evaluation mode."""
-        return not self.model.training and all(t._source is s for t, s in self.state)
-
-    def limit(self, op: str, indices: Tensor, size: int) -> None:
-        """Note that an op takes these integers as indices below a size."""
-        frame, node = indices._at
-        while node.op.alias:
-            node = node.inputs[0]
-        if node.op is not SOURCE:
-            raise PyggmlError(
-                f"{op}: compile cannot check integers that the model computes; call the model "
-                "itself, or compile a part of it"
-            )
-        source = indices._source or frame.sources[source_index(node)]
-        _check_limit(source, op, size)
-        if source not in self.limits or size < self.limits[source][1]:
-            self.limits[source] = op, size
+        return not self.model.training and all(t._source is s for t, s in self.held)
 
     def run(self, arrays: Sequence[np.ndarray]) -> Any:
         """Run what was recorded on other inputs."""
-        device = self.device
+        device, outputs = self.device, self.outputs
         with device.lock:
-            sources = self.sources.copy()
-            for place, limit, array, kind in zip(
-                self.places, self.input_limits, arrays, self.kinds, strict=True
-            ):
-                if place is not None:
-                    array, _ = check_array(array, kind, op="compile")
-                    sources[place] = Source(array.shape, kind, device, device.upload(array, kind))
-                    if limit is not None:
-                        _check_limit(sources[place], *limit)
-            plan = device.plan_for(self.key, lambda: Program(self.key[0], (), ()))
+            sources = self.sources_for(arrays)
+            plan = device.plan_for((outputs, (), (), None), lambda: Program(outputs, (), ()))
             check_deadline()
             storages = plan.run(sources, ())
             results = [
-                device.download(Source(shape, dtype, device, storage))
-                for (shape, dtype), storage in zip(self.specs, storages, strict=True)
+                value_of(node, storage, device)
+                for node, storage in zip(outputs, storages, strict=True)
             ]
         return _rebuild(self.structure, results)
-
-
-def _check_limit(source: Source, op: str, size: int) -> None:
-    low, high = source.device.integer_range(source)
-    if low < 0 or high >= size:
-        wrong = low if low < 0 else high
-        raise IndexRangeError(f"{op}: indices must be in [0, {size}); got {wrong}")
 
 
 def _flatten(result: Any, outputs: list[Tensor]) -> Any:

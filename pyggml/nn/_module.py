@@ -50,6 +50,8 @@ class Buffer(Tensor):
             raise DeviceError(
                 f"assign: the buffer is on {self.device.name}; the value on {value.device.name}"
             )
+        if state.trace is not None:
+            state.trace.note_buffer(self)
         self._become(detach(value) if value.requires_grad else value)
         pin(self)  # no later change of a parameter makes it stale
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..checks import number_in, positive_integer, share
 from ..errors import SettingError
+from ..graph import state
 from ..ops import (
     add,
     affine,
@@ -79,16 +80,25 @@ class _BatchNorm(Module):
 
     def _track(self, x: Tensor, mean: Buffer, var: Buffer) -> None:
         """Record the new running statistics: they are computed in the run that the step makes."""
-        assert self.num_batches_tracked is not None
-        batches = int(self.num_batches_tracked.item()) + 1
         for running, batch in zip((mean, var), batch_statistics(x), strict=True):
             if self.momentum is not None:
                 kept = affine(running, scale=1.0 - self.momentum)
                 running.assign(add(kept, affine(batch, scale=self.momentum)))
             else:  # the mean over all batches; the count is an input, so one plan serves all
-                part = make_tensor(1.0 / batches, device=x.device)
+                part = make_tensor(1.0 / (self._batches() + 1), device=x.device)
                 running.assign(add(running, mul(sub(batch, running), part)))
-        self.num_batches_tracked.assign(batches)
+        if state.trace is not None:
+            state.trace.after_run(self._count)
+        else:
+            self._count()
+
+    def _batches(self) -> int:
+        assert self.num_batches_tracked is not None
+        return int(self.num_batches_tracked.item())
+
+    def _count(self) -> None:
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.assign(self._batches() + 1)
 
     def extra_repr(self) -> str:
         said = f"num_features={self.num_features}, eps={self.eps}, momentum={self.momentum}"

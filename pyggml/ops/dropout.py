@@ -10,7 +10,7 @@ from .._ffi import lib
 from ..checks import share
 from ..device import Device
 from ..dtypes import float32, int32
-from ..graph import Op, Shape, Spec, check_size
+from ..graph import Op, Shape, Spec, check_size, state
 from ..lowering import GgmlTensor, Lowering, shape_of
 from ..memory import asking_for_memory
 from ..random import KEY_WORDS, Generator, chosen_generator, random_words
@@ -128,5 +128,7 @@ def dropout(
     p = share("dropout", "p", p)
     if not training or p == 0.0:
         return x
-    key = make_tensor(chosen_generator("dropout", generator).key(), dtype=int32, device=x.device)
-    return record(DROPOUT, x, key, p=p)
+    chosen = chosen_generator("dropout", generator)
+    if state.trace is not None:
+        return record(DROPOUT, x, state.trace.key_of(chosen), p=p)
+    return record(DROPOUT, x, make_tensor(chosen.key(), dtype=int32, device=x.device), p=p)

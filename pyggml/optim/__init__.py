@@ -3,6 +3,7 @@
 from ..ops.update import assign
 from ._averaging import EMA
 from ._clipping import clip_grad_norm, clip_grad_value
+from ._compile import compile
 from ._groups import Group, decay_groups
 from ._methods import SGD, Adafactor, Adagrad, Adam, AdamW, Lion, RMSprop
 from ._mixed import LossScale
@@ -35,6 +36,7 @@ __all__ = [
     "assign",
     "clip_grad_norm",
     "clip_grad_value",
+    "compile",
     "constant",
     "cosine_decay",
     "cosine_restarts",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -404,6 +404,13 @@ class Optimizer:
 
     def _update(self, pairs: list[tuple[Tensor, Tensor]], scale: float) -> None:
         frame = self._frame_of(pairs)
+        effects, _, _ = self._effects_of(frame, pairs, scale)
+        self._run_counted(pairs, lambda: evaluate(frame, effects=effects))
+
+    def _effects_of(
+        self, frame: Frame, pairs: list[tuple[Tensor, Tensor]], scale: float
+    ) -> tuple[tuple[Node, ...], Node, tuple[int, ...]]:
+        """Return the nodes of an update, that of its table of numbers, and each one's row there."""
         device = frame.device
         float_type = device.numpy_dtype(float32).type
         for parameter, _ in pairs:
@@ -439,19 +446,23 @@ class Optimizer:
             with state.inside(frame, PLAIN):
                 effects = self._record(frame, numbered, master_of, table_node, names, factor)
             self._effects[key] = effects
+        return effects, table_node, rows
+
+    def _run_counted(self, pairs: list[tuple[Tensor, Tensor]], run: Callable[[], Any]) -> Any:
+        """Run an update, and count it if it was made."""
         first = pairs[0][0]._source
         assert first is not None
         version = first.version
         try:
-            evaluate(frame, effects=effects)
+            return run()
         finally:
             if first.version != version:  # updated, though Ctrl-C may have come just after
                 self.t += 1
-                for parameter in halves:
-                    master = self._masters[parameter]
-                    self._masters[parameter] = master._replace(version=master.rounded.version)
                 for parameter, _ in pairs:
                     self._counts[parameter] = self._counts.get(parameter, 0) + 1
+                    master = self._masters.get(parameter)
+                    if master is not None:
+                        self._masters[parameter] = master._replace(version=master.rounded.version)
 
     def _sources_of(self, parameter: Tensor, device: Device) -> tuple[Source, ...]:
         """Return a parameter's state, which is made at its first update and moves with it."""

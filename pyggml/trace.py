@@ -1,0 +1,154 @@
+"""What a function of tensors records, kept to be run again on other inputs of the same shapes.
+
+nn.compile and optim.compile are made of it. While a function is traced, state.trace is the Trace:
+it is told of what depends on the inputs' values, and refuses what it could not do again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from .device import Device
+from .dtypes import check_array
+from .errors import IndexRangeError, PyggmlError
+from .graph import SOURCE, Frame, Node, Source, source_index, state
+from .tensor import Tensor, make_tensor
+
+if TYPE_CHECKING:
+    from .nn._module import Buffer
+    from .random import Generator
+
+MAX_TRACES = 64  # shapes that are kept; the oldest goes first
+
+
+class Traces(dict):
+    """Traces by the shapes and kinds of their inputs."""
+
+    def find(self, inputs: Iterable[ArrayLike]) -> tuple[list[np.ndarray], tuple, Any]:
+        """Return inputs as arrays, their key, and the trace that fits; None if there is none."""
+        arrays = [
+            value.numpy() if isinstance(value, Tensor) else np.asarray(value) for value in inputs
+        ]
+        key = tuple((array.shape, array.dtype.kind in "fb") for array in arrays)
+        trace = self.get(key)
+        return arrays, key, trace if trace is not None and trace.is_current() else None
+
+    def keep(self, key: tuple, trace: Trace) -> Trace:
+        """Keep a new trace, and return it."""
+        self.pop(key, None)
+        self[key] = trace
+        if len(self) > MAX_TRACES:
+            del self[next(iter(self))]
+        return trace
+
+
+class Trace:
+    """A recorded function of arrays. A with block around the function's call traces it."""
+
+    def __init__(self, arrays: Sequence[np.ndarray], device: Device) -> None:
+        self.device = device
+        self.inputs = [make_tensor(array, device=device, op="compile") for array in arrays]
+        self._limits: dict[Source, tuple[str, int]] = {}  # of integer inputs: an op, and its size
+
+    def __enter__(self) -> Trace:
+        state.trace = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        state.trace = None
+
+    # ---- what ops tell ----
+
+    def limit(self, op: str, indices: Tensor, size: int) -> None:
+        """Note that an op takes these integers as indices below a size."""
+        frame, node = indices._at
+        while node.op.alias:
+            node = node.inputs[0]
+        if node.op is not SOURCE:
+            raise PyggmlError(
+                f"{op}: compile cannot check integers that are computed; call the function itself, "
+                "or compile a part of it"
+            )
+        source = indices._source or frame.sources[source_index(node)]
+        check_limit(source, op, size)
+        if source not in self._limits or size < self._limits[source][1]:
+            self._limits[source] = op, size
+
+    def refuse_reading(self) -> NoReturn:
+        """Raise: a value would be kept for other inputs."""
+        raise PyggmlError(
+            "compile: the function reads a value (numpy(), item() or a comparison), which would be "
+            "kept for other inputs; call the function itself, or compile a part of it"
+        )
+
+    def key_of(self, generator: Generator) -> Tensor:
+        """Return the key of a draw that is made anew in each run."""
+        self.refuse_drawing()
+
+    def refuse_drawing(self) -> NoReturn:
+        """Raise: numbers would be drawn once for all runs."""
+        raise PyggmlError(
+            "compile: the function draws random numbers, which would never change; only dropout in "
+            "a training step may"
+        )
+
+    def note_buffer(self, buffer: Buffer) -> None:
+        """Note that a buffer is about to get another value."""
+        raise PyggmlError("compile: the model changes a buffer, which would happen only once")
+
+    def after_run(self, function: Callable[[], None]) -> None:
+        """Note what is to be done after each run."""
+        raise PyggmlError("compile: the model changes a buffer, which would happen only once")
+
+    # ---- its end, and runs ----
+
+    def is_current(self) -> bool:
+        """Tell whether what was recorded still fits what it was recorded of."""
+        raise NotImplementedError
+
+    def run(self, arrays: Sequence[np.ndarray]) -> Any:
+        """Run what was recorded on other inputs."""
+        raise NotImplementedError
+
+    def close(self, frame: Frame) -> None:
+        """Keep what the traced function has recorded in a frame."""
+        self.sources = frame.sources.copy()
+        self._given = [
+            (
+                source_index(frame.nodes[source]) if source in frame.nodes else None,
+                tensor._at[1].dtype,
+                self._limits.get(source),
+            )
+            for tensor in self.inputs
+            if (source := tensor._source) is not None
+        ]
+        self.inputs = []
+
+    def sources_for(self, arrays: Sequence[np.ndarray]) -> list[Source]:
+        """Return the frame's sources with other inputs. Raises IndexRangeError as the ops would."""
+        sources, device = self.sources.copy(), self.device
+        for (place, kind, limit), array in zip(self._given, arrays, strict=True):
+            if place is not None:
+                array, _ = check_array(array, kind, op="compile")
+                source = Source(array.shape, kind, device, device.upload(array, kind))
+                if limit is not None:
+                    check_limit(source, *limit)
+                sources[place] = source
+        return sources
+
+
+def check_limit(source: Source, op: str, size: int) -> None:
+    """Raise IndexRangeError unless all integers of a source are in [0, size)."""
+    low, high = source.device.integer_range(source)
+    if low < 0 or high >= size:
+        wrong = low if low < 0 else high
+        raise IndexRangeError(f"{op}: indices must be in [0, {size}); got {wrong}")
+
+
+def value_of(node: Node, storage: Any, device: Device) -> np.ndarray:
+    """Return the array behind the storage of an output."""
+    return device.download(Source(node.shape, node.dtype, device, storage))
