@@ -212,7 +212,7 @@ WORKLOADS = {
 
 
 class PyggmlEngine:
-    """A network in pyggml, for training or for inference."""
+    """A network in pyggml, for training or for inference, compiled as in the other libraries."""
 
     def __init__(self, net: Net, weights: Weights, *, training: bool = True) -> None:
         self.model = net.build()
@@ -221,23 +221,35 @@ class PyggmlEngine:
             self.opt = optim.AdamW(
                 self.model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY
             )
+            self.train = optim.compile(self.loss, self.opt)
         else:
             self.predict = nn.compile(self.model.eval())
+
+    def loss(self, x: ag.Tensor, labels: ag.TensorLike) -> ag.Tensor:
+        """Return the mean cross entropy of one batch."""
+        return ag.softmax_cross_entropy(self.model(x), labels)
 
     def record(self, x: np.ndarray, labels: np.ndarray) -> ag.Tensor:
         """Record forward and backward pass of one batch; return the loss, which is pending."""
         self.opt.zero_grad()
         with ag.grad_tape():
-            loss = ag.softmax_cross_entropy(self.model(ag.tensor(x)), labels)
+            loss = self.loss(ag.tensor(x), labels)
         ag.backward(loss)
         return loss
 
     def step(self, x: np.ndarray, labels: np.ndarray) -> float:
         """Train on one batch and return its loss."""
-        loss = self.record(x, labels)
-        self.opt.step()
-        return float(loss.item())
+        return self.train(x, labels)
 
     def run(self, x: np.ndarray) -> np.ndarray:
         """Return the logits of one batch."""
         return self.predict(x)
+
+
+class PyggmlLoop(PyggmlEngine):
+    """A network in pyggml whose steps are recorded anew each time."""
+
+    def step(self, x: np.ndarray, labels: np.ndarray) -> float:
+        loss = self.record(x, labels)
+        self.opt.step()
+        return float(loss.item())
