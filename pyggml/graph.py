@@ -63,7 +63,9 @@ class Op:
     that the result does not depend smoothly on anything. ``mutates`` lists the inputs that the op
     changes in place. ``alias`` says that the result is another view of the first input's memory.
     Inputs of a half type come as float32, unless the op ``takes_half``, as every alias does.
-    ``fold(*inputs, **settings)`` may give a simpler node of equal value, or None.
+    ``fold(*inputs, **settings)`` may give a simpler node of equal value, or None. ``work(out,
+    *inputs)``, from their types, says how many elementary operations a product takes, if not two
+    for each element of the result and of the first input's last axis.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Op:
     is_product: bool = False
     takes_half: bool = False
     fold: Callable[..., Node | None] | None = None
+    work: Callable[..., int] | None = None
 
     def __post_init__(self) -> None:
         OPS[self.name] = self

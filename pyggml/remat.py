@@ -37,6 +37,8 @@ def work_of(node: Node) -> int:
     """Return roughly how many elementary operations a node takes."""
     if node.op.alias:
         return 0
+    if node.op.work is not None:
+        return node.op.work(node, *node.inputs)
     if node.op.is_product:
         return 2 * prod(node.shape) * node.inputs[0].shape[-1]
     return 2 * max(prod(value.shape) for value in (node, *node.inputs))

@@ -88,6 +88,8 @@ ROWS = [
     Row("add right broadcast", ag.add, [(3, 4), (1, 4)]),
     Row("add left broadcast", ag.add, [(4,), (2, 3, 4)]),
     Row("add both broadcast", ag.add, [(3, 1), (1, 4)]),
+    Row("add for each channel", ag.add, [(2, 3, 4, 5), (3, 1, 1)]),
+    Row("add along a joined axis", ag.add, [(2, 3, 4, 5), (2, 1, 4, 5)]),
     Row("add scalar", lambda x: 2.0 + x + 1, [(3, 4)]),
     Row("sub", ag.sub, [(2, 3), (2, 3)]),
     Row("sub left broadcast", ag.sub, [(3,), (2, 3)]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from math import inf, nan
+from math import inf, nan, prod
 
 import numpy as np
 import pytest
@@ -11,6 +11,8 @@ import pytest
 import pyggml as pg
 from pyggml import ag
 from pyggml.device import CpuDevice
+from pyggml.plan import graph_order
+from pyggml.remat import work_of
 
 
 @pytest.fixture(scope="module")
@@ -271,3 +273,18 @@ def test_a_mistake_is_an_error_that_says_what_is_wrong(name):
     call, error, message = MISTAKES[name]
     with pytest.raises(error, match=re.escape(message)):
         call()
+
+
+def test_the_work_of_a_convolution_and_its_gradients_is_that_of_the_loops_they_stand_for():
+    shape = (2, 6, 5, 3)  # of the result; each element is a sum of 4 x 3 x 2 products
+    values = normal(0, 2, 8, 7, 4), normal(1, 6, 4, 3, 2)
+    x, weight = map(ag.param, values)
+    with ag.grad_tape():
+        y = ag.conv2d(x, weight, groups=2)
+        loss = ag.sum(y * y)
+    assert y.shape == shape
+    gradients = ag.grad(loss, [x, weight])
+    nodes = graph_order([tensor._at[1] for tensor in gradients])
+    convolutions = [node for node in nodes if node.op.name.startswith("conv2d")]
+    assert {node.op.name for node in convolutions} == {"conv2d", "conv2d_input", "conv2d_weight"}
+    assert {work_of(node) for node in convolutions} == {2 * prod(shape) * 4 * 3 * 2}

@@ -157,6 +157,11 @@ def _unfolded(
     return view.reshape(x.shape[0], groups, -1, *view.shape[2:])
 
 
+def _work(product: Spec, weight: Spec) -> int:
+    """Return how many operations a convolution to a product takes, or one of its gradients."""
+    return 2 * prod(product.shape) * prod(weight.shape[1:])
+
+
 def _by_group(x: np.ndarray, axis: int, groups: int) -> np.ndarray:
     return x.reshape(*x.shape[:axis], groups, -1, *x.shape[axis + 1 :])
 
@@ -180,6 +185,7 @@ CONV2D: Op = Op(
     shape=_conv2d_shape,
     lower=_lower_conv2d,
     is_product=True,
+    work=lambda out, x, weight, *bias: _work(out, weight),
     grad=_grad_conv2d,
     reference=_reference_conv2d,
 )
@@ -258,6 +264,7 @@ CONV2D_INPUT: Op = Op(
     shape=_conv2d_input_shape,
     lower=_lower_conv2d_input,
     is_product=True,
+    work=lambda out, g, weight: _work(g, weight),
     grad=lambda gg, out, g, weight, size, **settings: (
         record(CONV2D, gg, weight, **settings),
         record(CONV2D_WEIGHT, gg, g, kernel=weight.shape[2:], **settings),
@@ -309,6 +316,7 @@ CONV2D_WEIGHT: Op = Op(
     "conv2d_weight",
     shape=_conv2d_weight_shape,
     lower=_lower_conv2d_weight,
+    work=lambda out, x, g: _work(g, out),
     grad=lambda gg, out, x, g, kernel, **settings: (
         record(CONV2D_INPUT, g, gg, size=x.shape[2:], **settings),
         record(CONV2D, x, gg, **settings),

@@ -14,6 +14,31 @@ enum { ROW_BLOCK = 256, MAX_INPUTS = 3 };
 typedef void (*row_function)(
     float * y, const float * x0, const float * x1, const float * x2, int64_t n, float p, float q);
 
+static inline int64_t elements_before(const struct ggml_tensor * t, int axis) {
+    int64_t elements = 1;
+    for (int i = 0; i < axis; i++) {
+        elements *= t->ne[i];
+    }
+    return elements;
+}
+
+/* The length of rows made of the output's first axes, joined while each input is either as long along all of them or has one
+ * element: a number for each channel of images meets whole planes. *next becomes the first axis that is not in it. */
+static inline int64_t joined_width(const struct ggml_tensor * dst, int inputs, int * next) {
+    int64_t width = dst->ne[0];
+    for (*next = 1; *next < 4; (*next)++) {
+        const int64_t longer = width * dst->ne[*next];
+        for (int k = 0; k < inputs; k++) {
+            const int64_t elements = elements_before(dst->src[k], *next + 1);
+            if (elements != longer && elements != 1) {
+                return width;
+            }
+        }
+        width = longer;
+    }
+    return width;
+}
+
 /* Call f on worker ith's share of the output, in blocks of at most ROW_BLOCK elements of one row. An input with one element in
  * the row comes as a block of copies, so f need not know about broadcasting. */
 static inline void run_elementwise(struct ggml_tensor * dst, int ith, int nth, row_function f) {
@@ -22,7 +47,7 @@ static inline void run_elementwise(struct ggml_tensor * dst, int ith, int nth, r
     const float * x[MAX_INPUTS] = {NULL};
     bool repeated[MAX_INPUTS] = {false};
     bool one_row = true; /* the whole share can be treated as one row */
-    int inputs = 0;
+    int inputs = 0, first_axis = 1;
     for (; inputs < MAX_INPUTS && dst->src[inputs] != NULL; inputs++) {
         const struct ggml_tensor * src = dst->src[inputs];
         repeated[inputs] = ggml_nelements(src) == 1;
@@ -34,21 +59,26 @@ static inline void run_elementwise(struct ggml_tensor * dst, int ith, int nth, r
         width = end - begin;
         end   = begin < end ? begin + 1 : begin;
     } else {
-        share_of_work(ggml_nrows(dst), 1, ith, nth, &begin, &end);
+        width = joined_width(dst, inputs, &first_axis);
+        share_of_work(ggml_nelements(dst) / MAX(width, 1), 1, ith, nth, &begin, &end);
     }
     for (int64_t row = begin; row < end; row++) {
-        const int64_t at[4] = {0, row % dst->ne[1], row / dst->ne[1] % dst->ne[2], row / (dst->ne[1] * dst->ne[2])};
+        int64_t at[4] = {0}, rest = row;
+        for (int axis = first_axis; axis < 4; axis++) {
+            at[axis] = rest % dst->ne[axis];
+            rest /= dst->ne[axis];
+        }
         for (int k = 0; k < inputs; k++) {
             const struct ggml_tensor * src = dst->src[k];
             if (one_row) {
                 x[k] = (const float *) src->data + (repeated[k] ? 0 : begin);
             } else {
                 const char * data = src->data;
-                for (int axis = 1; axis < 4; axis++) {
+                for (int axis = first_axis; axis < 4; axis++) {
                     data += src->ne[axis] > 1 ? at[axis] * src->nb[axis] : 0;
                 }
                 x[k] = (const float *) data;
-                repeated[k] = src->ne[0] == 1 && width > 1;
+                repeated[k] = width > 1 && elements_before(src, first_axis) == 1;
             }
             for (int64_t i = 0; repeated[k] && i < MIN(width, ROW_BLOCK); i++) {
                 copies[k][i] = x[k][0];
