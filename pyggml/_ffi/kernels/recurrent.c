@@ -20,43 +20,62 @@ enum { MOST_GATES = 4 };
 
 typedef float tile[TILE_ROWS][PANEL];
 
-/* y = a (rows, k) @ panel (k, PANEL), or y += that. */
+/* y[g] = a (rows, k) @ panel g (k, PANEL), or y[g] += that; panels of gates are `gate` apart. */
 static inline __attribute__((always_inline)) void product_of_rows(
-    const int rows, const float * restrict a, int64_t a_stride, const float * restrict panel, int64_t k, tile y, bool add) {
-    tile sums;
-    for (int r = 0; r < rows; r++) {
-        for (int j = 0; j < PANEL; j++) {
-            sums[r][j] = add ? y[r][j] : 0.0f;
-        }
-    }
-    for (int64_t i = 0; i < k; i++) {
+    const int gates, const int rows, const float * restrict a, int64_t a_stride, const float * restrict panel, int64_t gate,
+    int64_t k, tile * y, bool add) {
+    tile sums; /* of each gate in turn: gates * rows are at most TILE_ROWS */
+    for (int g = 0; g < gates; g++) {
         for (int r = 0; r < rows; r++) {
-            const float x = a[r * a_stride + i];
             for (int j = 0; j < PANEL; j++) {
-                sums[r][j] += x * panel[i * PANEL + j];
+                sums[g * rows + r][j] = add ? y[g][r][j] : 0.0f;
             }
         }
     }
-    for (int r = 0; r < rows; r++) {
-        for (int j = 0; j < PANEL; j++) {
-            y[r][j] = sums[r][j];
+    for (int64_t i = 0; i < k; i++) {
+        for (int g = 0; g < gates; g++) {
+            for (int r = 0; r < rows; r++) {
+                const float x = a[r * a_stride + i];
+                for (int j = 0; j < PANEL; j++) {
+                    sums[g * rows + r][j] += x * panel[g * gate + i * PANEL + j];
+                }
+            }
+        }
+    }
+    for (int g = 0; g < gates; g++) {
+        for (int r = 0; r < rows; r++) {
+            for (int j = 0; j < PANEL; j++) {
+                y[g][r][j] = sums[g * rows + r][j];
+            }
         }
     }
 }
 
-/* The same with the number of rows known to the compiler. */
-static void product(int64_t rows, const float * a, int64_t a_stride, const float * panel, int64_t k, tile y, bool add) {
-    switch (rows) {
-        case 1: product_of_rows(1, a, a_stride, panel, k, y, add); break;
-        case 2: product_of_rows(2, a, a_stride, panel, k, y, add); break;
-        case 3: product_of_rows(3, a, a_stride, panel, k, y, add); break;
-        case 4: product_of_rows(4, a, a_stride, panel, k, y, add); break;
+/* The same with sizes known to the compiler. The sums of one row and one gate would wait for each other: those of all gates are
+ * made together. */
+static void product(
+    int gates, int64_t rows, const float * a, int64_t a_stride, const float * panel, int64_t gate, int64_t k, tile * y, bool add) {
+    if (rows == 1) {
+        switch (gates) {
+            case 1: product_of_rows(1, 1, a, a_stride, panel, gate, k, y, add); break;
+            case 2: product_of_rows(2, 1, a, a_stride, panel, gate, k, y, add); break;
+            case 3: product_of_rows(3, 1, a, a_stride, panel, gate, k, y, add); break;
+            case 4: product_of_rows(4, 1, a, a_stride, panel, gate, k, y, add); break;
+        }
+        return;
+    }
+    for (int g = 0; g < gates; g++, panel += gate, y++) {
+        switch (rows) {
+            case 2: product_of_rows(1, 2, a, a_stride, panel, gate, k, y, add); break;
+            case 3: product_of_rows(1, 3, a, a_stride, panel, gate, k, y, add); break;
+            case 4: product_of_rows(1, 4, a, a_stride, panel, gate, k, y, add); break;
 #ifdef __AVX512F__
-        case 5: product_of_rows(5, a, a_stride, panel, k, y, add); break;
-        case 6: product_of_rows(6, a, a_stride, panel, k, y, add); break;
-        case 7: product_of_rows(7, a, a_stride, panel, k, y, add); break;
-        case 8: product_of_rows(8, a, a_stride, panel, k, y, add); break;
+            case 5: product_of_rows(1, 5, a, a_stride, panel, gate, k, y, add); break;
+            case 6: product_of_rows(1, 6, a, a_stride, panel, gate, k, y, add); break;
+            case 7: product_of_rows(1, 7, a, a_stride, panel, gate, k, y, add); break;
+            case 8: product_of_rows(1, 8, a, a_stride, panel, gate, k, y, add); break;
 #endif
+        }
     }
 }
 
@@ -150,18 +169,13 @@ static inline __attribute__((always_inline)) void sums_of_step(
     const float * h_panel = (const float *) h_panels->data + p * hidden * PANEL;
     const int64_t x_gate = per_gate * inputs * PANEL, h_gate = per_gate * hidden * PANEL;
     if (states == 2) {
-        for (int g = 0; g < 4; g++) {
-            product(rows, x, inputs, x_panel + g * x_gate, inputs, sums[g], false);
-            product(rows, h, hidden, h_panel + g * h_gate, hidden, sums[g], true);
-        }
-        return;
+        product(4, rows, x, inputs, x_panel, x_gate, inputs, sums, false);
+        product(4, rows, h, hidden, h_panel, h_gate, hidden, sums, true);
+    } else {
+        product(3, rows, x, inputs, x_panel, x_gate, inputs, sums + 1, false);
+        product(2, rows, h, hidden, h_panel, h_gate, hidden, sums + 1, true);
+        product(1, rows, h, hidden, h_panel + 2 * h_gate, h_gate, hidden, sums, false);
     }
-    product(rows, h, hidden, h_panel + 2 * h_gate, hidden, sums[0], false);
-    for (int g = 0; g < 2; g++) {
-        product(rows, x, inputs, x_panel + g * x_gate, inputs, sums[1 + g], false);
-        product(rows, h, hidden, h_panel + g * h_gate, hidden, sums[1 + g], true);
-    }
-    product(rows, x, inputs, x_panel + 2 * x_gate, inputs, sums[3], false);
 }
 
 static inline __attribute__((always_inline)) void run_forward(
@@ -290,10 +304,10 @@ static inline __attribute__((always_inline)) void run_backward(
                 const int64_t rows = MIN(TILE_ROWS, end - row);
                 tile products = {{0}};
                 if (step < s.steps - 1 && states == 2) {
-                    product(rows, after + row * width, width, panel, 4 * hidden, products, false);
+                    product(1, rows, after + row * width, width, panel, 0, 4 * hidden, &products, false);
                 } else if (step < s.steps - 1) { /* the weight has the rows for q last */
-                    product(rows, after + row * width, width, panel + 2 * hidden * PANEL, hidden, products, false);
-                    product(rows, after + row * width + hidden, width, panel, 2 * hidden, products, true);
+                    product(1, rows, after + row * width, width, panel + 2 * hidden * PANEL, 0, hidden, &products, false);
+                    product(1, rows, after + row * width + hidden, width, panel, 0, 2 * hidden, &products, true);
                 }
                 for (int64_t r = 0; r < rows; r++) {
                     const int64_t item = row + r, at = item * hidden + unit;
