@@ -160,21 +160,45 @@ typedef void (*cell)(
     int64_t n, const tile * sums, int64_t row, const float * bias, int64_t hidden, float * gates, const float * h, float * h_next,
     const float * c, float * c_next);
 
-/* The tiles of sums, one for each gate that is kept, of some rows of x and h and one panel of each gate of the weights. */
-static inline __attribute__((always_inline)) void sums_of_step(
-    const int states, const struct ggml_tensor * x_panels, const struct ggml_tensor * h_panels, int64_t p, int64_t rows,
-    const float * x, const float * h, tile * sums) {
-    const int64_t inputs = x_panels->ne[1], hidden = h_panels->ne[1], per_gate = h_panels->ne[2];
-    const float * x_panel = (const float *) x_panels->data + p * inputs * PANEL;
-    const float * h_panel = (const float *) h_panels->data + p * hidden * PANEL;
-    const int64_t x_gate = per_gate * inputs * PANEL, h_gate = per_gate * hidden * PANEL;
+/* What comes from x, of some rows and one panel of each gate: tiles for the last gates, of which q is none. */
+static inline __attribute__((always_inline)) void sums_from_x(
+    const int states, const struct ggml_tensor * panels, int64_t p, int64_t rows, const float * x, int64_t x_stride, tile * sums) {
+    const int64_t inputs = panels->ne[1], size = inputs * PANEL;
+    const float * panel = (const float *) panels->data + p * size;
+    const int skipped = 2 - states;
+    product(MOST_GATES - skipped, rows, x, x_stride, panel, panels->ne[2] * size, inputs, sums + skipped, false);
+}
+
+/* What comes from h is added; for q it is all there is. */
+static inline __attribute__((always_inline)) void sums_from_h(
+    const int states, const struct ggml_tensor * panels, int64_t p, int64_t rows, const float * h, tile * sums) {
+    const int64_t hidden = panels->ne[1], size = hidden * PANEL, gate = panels->ne[2] * size;
+    const float * panel = (const float *) panels->data + p * size;
     if (states == 2) {
-        product(4, rows, x, inputs, x_panel, x_gate, inputs, sums, false);
-        product(4, rows, h, hidden, h_panel, h_gate, hidden, sums, true);
+        product(4, rows, h, hidden, panel, gate, hidden, sums, true);
     } else {
-        product(3, rows, x, inputs, x_panel, x_gate, inputs, sums + 1, false);
-        product(2, rows, h, hidden, h_panel, h_gate, hidden, sums + 1, true);
-        product(1, rows, h, hidden, h_panel + 2 * h_gate, h_gate, hidden, sums, false);
+        product(2, rows, h, hidden, panel, gate, hidden, sums + 1, true);
+        product(1, rows, h, hidden, panel + 2 * gate, gate, hidden, sums, false);
+    }
+}
+
+/* The sums from x of one item for all steps, put where its gates will be. */
+static inline __attribute__((always_inline)) void all_sums_from_x(
+    const int states, const struct sequence * s, const struct ggml_tensor * panels, const float * x, int64_t item) {
+    const int64_t inputs = panels->ne[1];
+    for (int64_t p = 0; p < panels->ne[2]; p++) {
+        const int64_t unit = p * PANEL, n = MIN(PANEL, s->hidden - unit);
+        for (int64_t time = 0; time < s->steps; time += TILE_ROWS) {
+            const int64_t rows = MIN(TILE_ROWS, s->steps - time);
+            tile sums[MOST_GATES];
+            sums_from_x(states, panels, p, rows, x + (time * s->batch + item) * inputs, s->batch * inputs, sums);
+            for (int g = 2 - states; g < MOST_GATES; g++) {
+                for (int64_t r = 0; r < rows; r++) {
+                    float * to = gates_at(s, time + r) + (item * MOST_GATES + g) * s->hidden + unit;
+                    memcpy(to, sums[g][r], n * sizeof(float));
+                }
+            }
+        }
     }
 }
 
@@ -190,6 +214,11 @@ static inline __attribute__((always_inline)) void run_forward(
         memcpy(first + begin * hidden, (const float *) dst->src[4 + state]->data + begin * hidden,
                (end - begin) * hidden * sizeof(float));
     }
+    /* A few rows would read all of the weight in each step: instead the steps of an item share that. */
+    const bool ahead = 4 * (end - begin) <= TILE_ROWS;
+    for (int64_t item = begin; ahead && item < end; item++) {
+        all_sums_from_x(states, &s, x_panels, x->data, item);
+    }
     for (int64_t step = 0; step < s.steps; step++) {
         const int64_t time = time_of(&s, step);
         const float * h = h_after(&s, step), * c = states == 2 ? c_after(&s, step) : NULL;
@@ -199,8 +228,18 @@ static inline __attribute__((always_inline)) void run_forward(
             for (int64_t row = begin; row < end; row += TILE_ROWS) {
                 const int64_t rows = MIN(TILE_ROWS, end - row);
                 tile sums[MOST_GATES];
-                sums_of_step(states, x_panels, h_panels, p, rows, (const float *) x->data + (time * s.batch + row) * inputs,
-                             h + row * hidden, sums);
+                if (ahead) {
+                    for (int g = 2 - states; g < MOST_GATES; g++) {
+                        for (int64_t r = 0; r < rows; r++) {
+                            const float * from = gates_at(&s, time) + ((row + r) * MOST_GATES + g) * hidden + unit;
+                            memcpy(sums[g][r], from, n * sizeof(float));
+                            memset(sums[g][r] + n, 0, (PANEL - n) * sizeof(float));
+                        }
+                    }
+                } else {
+                    sums_from_x(states, x_panels, p, rows, (const float *) x->data + (time * s.batch + row) * inputs, inputs, sums);
+                }
+                sums_from_h(states, h_panels, p, rows, h + row * hidden, sums);
                 for (int64_t r = 0; r < rows; r++) {
                     const int64_t item = row + r, at = item * hidden + unit;
                     f(n, sums, r, (const float *) bias->data + unit, hidden, gates_at(&s, time) + item * MOST_GATES * hidden + unit,
