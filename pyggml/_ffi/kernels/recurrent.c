@@ -20,43 +20,62 @@ enum { MOST_GATES = 4 };
 
 typedef float tile[TILE_ROWS][PANEL];
 
-/* y = a (rows, k) @ panel (k, PANEL), or y += that. */
+/* y[g] = a (rows, k) @ panel g (k, PANEL), or y[g] += that; panels of gates are `gate` apart. */
 static inline __attribute__((always_inline)) void product_of_rows(
-    const int rows, const float * restrict a, int64_t a_stride, const float * restrict panel, int64_t k, tile y, bool add) {
-    tile sums;
-    for (int r = 0; r < rows; r++) {
-        for (int j = 0; j < PANEL; j++) {
-            sums[r][j] = add ? y[r][j] : 0.0f;
-        }
-    }
-    for (int64_t i = 0; i < k; i++) {
+    const int gates, const int rows, const float * restrict a, int64_t a_stride, const float * restrict panel, int64_t gate,
+    int64_t k, tile * y, bool add) {
+    tile sums; /* of each gate in turn: gates * rows are at most TILE_ROWS */
+    for (int g = 0; g < gates; g++) {
         for (int r = 0; r < rows; r++) {
-            const float x = a[r * a_stride + i];
             for (int j = 0; j < PANEL; j++) {
-                sums[r][j] += x * panel[i * PANEL + j];
+                sums[g * rows + r][j] = add ? y[g][r][j] : 0.0f;
             }
         }
     }
-    for (int r = 0; r < rows; r++) {
-        for (int j = 0; j < PANEL; j++) {
-            y[r][j] = sums[r][j];
+    for (int64_t i = 0; i < k; i++) {
+        for (int g = 0; g < gates; g++) {
+            for (int r = 0; r < rows; r++) {
+                const float x = a[r * a_stride + i];
+                for (int j = 0; j < PANEL; j++) {
+                    sums[g * rows + r][j] += x * panel[g * gate + i * PANEL + j];
+                }
+            }
+        }
+    }
+    for (int g = 0; g < gates; g++) {
+        for (int r = 0; r < rows; r++) {
+            for (int j = 0; j < PANEL; j++) {
+                y[g][r][j] = sums[g * rows + r][j];
+            }
         }
     }
 }
 
-/* The same with the number of rows known to the compiler. */
-static void product(int64_t rows, const float * a, int64_t a_stride, const float * panel, int64_t k, tile y, bool add) {
-    switch (rows) {
-        case 1: product_of_rows(1, a, a_stride, panel, k, y, add); break;
-        case 2: product_of_rows(2, a, a_stride, panel, k, y, add); break;
-        case 3: product_of_rows(3, a, a_stride, panel, k, y, add); break;
-        case 4: product_of_rows(4, a, a_stride, panel, k, y, add); break;
+/* The same with sizes known to the compiler. The sums of one row and one gate would wait for each other: those of all gates are
+ * made together. */
+static void product(
+    int gates, int64_t rows, const float * a, int64_t a_stride, const float * panel, int64_t gate, int64_t k, tile * y, bool add) {
+    if (rows == 1) {
+        switch (gates) {
+            case 1: product_of_rows(1, 1, a, a_stride, panel, gate, k, y, add); break;
+            case 2: product_of_rows(2, 1, a, a_stride, panel, gate, k, y, add); break;
+            case 3: product_of_rows(3, 1, a, a_stride, panel, gate, k, y, add); break;
+            case 4: product_of_rows(4, 1, a, a_stride, panel, gate, k, y, add); break;
+        }
+        return;
+    }
+    for (int g = 0; g < gates; g++, panel += gate, y++) {
+        switch (rows) {
+            case 2: product_of_rows(1, 2, a, a_stride, panel, gate, k, y, add); break;
+            case 3: product_of_rows(1, 3, a, a_stride, panel, gate, k, y, add); break;
+            case 4: product_of_rows(1, 4, a, a_stride, panel, gate, k, y, add); break;
 #ifdef __AVX512F__
-        case 5: product_of_rows(5, a, a_stride, panel, k, y, add); break;
-        case 6: product_of_rows(6, a, a_stride, panel, k, y, add); break;
-        case 7: product_of_rows(7, a, a_stride, panel, k, y, add); break;
-        case 8: product_of_rows(8, a, a_stride, panel, k, y, add); break;
+            case 5: product_of_rows(1, 5, a, a_stride, panel, gate, k, y, add); break;
+            case 6: product_of_rows(1, 6, a, a_stride, panel, gate, k, y, add); break;
+            case 7: product_of_rows(1, 7, a, a_stride, panel, gate, k, y, add); break;
+            case 8: product_of_rows(1, 8, a, a_stride, panel, gate, k, y, add); break;
 #endif
+        }
     }
 }
 
@@ -141,27 +160,46 @@ typedef void (*cell)(
     int64_t n, const tile * sums, int64_t row, const float * bias, int64_t hidden, float * gates, const float * h, float * h_next,
     const float * c, float * c_next);
 
-/* The tiles of sums, one for each gate that is kept, of some rows of x and h and one panel of each gate of the weights. */
-static inline __attribute__((always_inline)) void sums_of_step(
-    const int states, const struct ggml_tensor * x_panels, const struct ggml_tensor * h_panels, int64_t p, int64_t rows,
-    const float * x, const float * h, tile * sums) {
-    const int64_t inputs = x_panels->ne[1], hidden = h_panels->ne[1], per_gate = h_panels->ne[2];
-    const float * x_panel = (const float *) x_panels->data + p * inputs * PANEL;
-    const float * h_panel = (const float *) h_panels->data + p * hidden * PANEL;
-    const int64_t x_gate = per_gate * inputs * PANEL, h_gate = per_gate * hidden * PANEL;
+/* What comes from x, of some rows and one panel of each gate: tiles for the last gates, of which q is none. */
+static inline __attribute__((always_inline)) void sums_from_x(
+    const int states, const struct ggml_tensor * panels, int64_t p, int64_t rows, const float * x, int64_t x_stride, tile * sums) {
+    const int64_t inputs = panels->ne[1], size = inputs * PANEL;
+    const float * panel = (const float *) panels->data + p * size;
+    const int skipped = 2 - states;
+    product(MOST_GATES - skipped, rows, x, x_stride, panel, panels->ne[2] * size, inputs, sums + skipped, false);
+}
+
+/* What comes from h is added; for q it is all there is. */
+static inline __attribute__((always_inline)) void sums_from_h(
+    const int states, const struct ggml_tensor * panels, int64_t p, int64_t rows, const float * h, tile * sums) {
+    const int64_t hidden = panels->ne[1], size = hidden * PANEL, gate = panels->ne[2] * size;
+    const float * panel = (const float *) panels->data + p * size;
     if (states == 2) {
-        for (int g = 0; g < 4; g++) {
-            product(rows, x, inputs, x_panel + g * x_gate, inputs, sums[g], false);
-            product(rows, h, hidden, h_panel + g * h_gate, hidden, sums[g], true);
+        product(4, rows, h, hidden, panel, gate, hidden, sums, true);
+    } else {
+        product(2, rows, h, hidden, panel, gate, hidden, sums + 1, true);
+        product(1, rows, h, hidden, panel + 2 * gate, gate, hidden, sums, false);
+    }
+}
+
+/* The sums from x of one item for all steps, put where its gates will be. */
+static inline __attribute__((always_inline)) void all_sums_from_x(
+    const int states, const struct sequence * s, const struct ggml_tensor * panels, const float * x, int64_t item) {
+    const int64_t inputs = panels->ne[1];
+    for (int64_t p = 0; p < panels->ne[2]; p++) {
+        const int64_t unit = p * PANEL, n = MIN(PANEL, s->hidden - unit);
+        for (int64_t time = 0; time < s->steps; time += TILE_ROWS) {
+            const int64_t rows = MIN(TILE_ROWS, s->steps - time);
+            tile sums[MOST_GATES];
+            sums_from_x(states, panels, p, rows, x + (time * s->batch + item) * inputs, s->batch * inputs, sums);
+            for (int g = 2 - states; g < MOST_GATES; g++) {
+                for (int64_t r = 0; r < rows; r++) {
+                    float * to = gates_at(s, time + r) + (item * MOST_GATES + g) * s->hidden + unit;
+                    memcpy(to, sums[g][r], n * sizeof(float));
+                }
+            }
         }
-        return;
     }
-    product(rows, h, hidden, h_panel + 2 * h_gate, hidden, sums[0], false);
-    for (int g = 0; g < 2; g++) {
-        product(rows, x, inputs, x_panel + g * x_gate, inputs, sums[1 + g], false);
-        product(rows, h, hidden, h_panel + g * h_gate, hidden, sums[1 + g], true);
-    }
-    product(rows, x, inputs, x_panel + 2 * x_gate, inputs, sums[3], false);
 }
 
 static inline __attribute__((always_inline)) void run_forward(
@@ -176,6 +214,11 @@ static inline __attribute__((always_inline)) void run_forward(
         memcpy(first + begin * hidden, (const float *) dst->src[4 + state]->data + begin * hidden,
                (end - begin) * hidden * sizeof(float));
     }
+    /* A few rows would read all of the weight in each step: instead the steps of an item share that. */
+    const bool ahead = 4 * (end - begin) <= TILE_ROWS;
+    for (int64_t item = begin; ahead && item < end; item++) {
+        all_sums_from_x(states, &s, x_panels, x->data, item);
+    }
     for (int64_t step = 0; step < s.steps; step++) {
         const int64_t time = time_of(&s, step);
         const float * h = h_after(&s, step), * c = states == 2 ? c_after(&s, step) : NULL;
@@ -185,8 +228,18 @@ static inline __attribute__((always_inline)) void run_forward(
             for (int64_t row = begin; row < end; row += TILE_ROWS) {
                 const int64_t rows = MIN(TILE_ROWS, end - row);
                 tile sums[MOST_GATES];
-                sums_of_step(states, x_panels, h_panels, p, rows, (const float *) x->data + (time * s.batch + row) * inputs,
-                             h + row * hidden, sums);
+                if (ahead) {
+                    for (int g = 2 - states; g < MOST_GATES; g++) {
+                        for (int64_t r = 0; r < rows; r++) {
+                            const float * from = gates_at(&s, time) + ((row + r) * MOST_GATES + g) * hidden + unit;
+                            memcpy(sums[g][r], from, n * sizeof(float));
+                            memset(sums[g][r] + n, 0, (PANEL - n) * sizeof(float));
+                        }
+                    }
+                } else {
+                    sums_from_x(states, x_panels, p, rows, (const float *) x->data + (time * s.batch + row) * inputs, inputs, sums);
+                }
+                sums_from_h(states, h_panels, p, rows, h + row * hidden, sums);
                 for (int64_t r = 0; r < rows; r++) {
                     const int64_t item = row + r, at = item * hidden + unit;
                     f(n, sums, r, (const float *) bias->data + unit, hidden, gates_at(&s, time) + item * MOST_GATES * hidden + unit,
@@ -290,10 +343,10 @@ static inline __attribute__((always_inline)) void run_backward(
                 const int64_t rows = MIN(TILE_ROWS, end - row);
                 tile products = {{0}};
                 if (step < s.steps - 1 && states == 2) {
-                    product(rows, after + row * width, width, panel, 4 * hidden, products, false);
+                    product(1, rows, after + row * width, width, panel, 0, 4 * hidden, &products, false);
                 } else if (step < s.steps - 1) { /* the weight has the rows for q last */
-                    product(rows, after + row * width, width, panel + 2 * hidden * PANEL, hidden, products, false);
-                    product(rows, after + row * width + hidden, width, panel, 2 * hidden, products, true);
+                    product(1, rows, after + row * width, width, panel + 2 * hidden * PANEL, 0, hidden, &products, false);
+                    product(1, rows, after + row * width + hidden, width, panel, 0, 2 * hidden, &products, true);
                 }
                 for (int64_t r = 0; r < rows; r++) {
                     const int64_t item = row + r, at = item * hidden + unit;
