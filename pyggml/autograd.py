@@ -19,7 +19,7 @@ from .errors import DTypeError, GradError, SettingError, ShapeError
 from .graph import Budget, Frame, Mode, Node, find_node, mode_of, source_index, state
 from .ops import add, sum_to
 from .ops.elementwise import filled
-from .ops.slicing import join_tiles
+from .ops.slicing import join_tiles, place_of_tile
 from .ops.update import ACCUMULATE
 from .plan import graph_order
 from .tensor import Tensor, make_tensor, node_in, passing, pending
@@ -196,27 +196,32 @@ def _walk(
     for node in order:
         if node.requires_grad and any(parent in between for parent in node.inputs):
             between.add(node)
-    found: dict[Node, list[Tensor]] = {target: [passing(seed, frame)]}
+    totals: dict[Node, Tensor] = {target: passing(seed, frame)}
+    tiles: dict[Node, list[Tensor]] = {}  # these wait for others to be joined with
+
+    def total_of(node: Node) -> Tensor | None:
+        for part in join_tiles(tiles.pop(node, [])):
+            totals[node] = add(totals[node], part) if node in totals else part
+        return totals.get(node)
+
     for node in reversed(order):
-        if node not in found or not any(parent in between for parent in node.inputs):
+        if not any(parent in between for parent in node.inputs):
             continue
-        total = _total(found[node])
-        if node in kept:
-            found[node] = [total]
-        else:
-            del found[node]
+        total = total_of(node)
+        if total is None:
+            continue
         for parent, part in zip(node.inputs, _apply_rule(node, total, frame), strict=True):
             if part is None or parent not in between:
                 continue
             if part.shape != parent.shape:
                 part = sum_to(part, parent.shape)
-            found.setdefault(parent, []).append(part)
-    return tuple(_total(found[node])._at[1] if node in found else None for node in wanted)
-
-
-def _total(parts: list[Tensor]) -> Tensor:
-    """Return the sum of what several rules found for one node."""
-    return functools.reduce(add, join_tiles(parts))
+            if place_of_tile(part) is not None:
+                tiles.setdefault(parent, []).append(part)
+            else:  # at once, so that a run need not hold all parts of a shared weight's gradient
+                totals[parent] = add(totals[parent], part) if parent in totals else part
+        if node not in kept:
+            del totals[node]
+    return tuple(None if (g := total_of(node)) is None else g._at[1] for node in wanted)
 
 
 def _apply_rule(node: Node, g: Tensor, frame: Frame) -> tuple[Tensor | None, ...]:

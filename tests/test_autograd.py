@@ -9,6 +9,7 @@ import pytest
 
 import pyggml as pg
 from pyggml import ag, optim
+from pyggml.plan import Program
 
 
 def gradient(fn, *arrays):
@@ -451,6 +452,34 @@ def test_gradients_of_parts_that_tile_an_axis_are_joined_without_padding(axis):
     factors = np.repeat([2.0, 3.0, 1.0], [2, 3, 7])
     expected = 2.0 * x.numpy() * (factors[:, None] if axis == 0 else factors)
     np.testing.assert_allclose(gradient.numpy(), expected)
+
+
+def working_bytes(value):
+    frame, node = value._at
+    return frame.device.working_bytes(Program((node,), (), ()))
+
+
+def test_a_run_holds_one_gradient_of_a_shared_weight_however_often_it_is_used():
+    w = ag.param(np.eye(64))
+    needed = []
+    for steps in (4, 40):
+        with ag.grad_tape():
+            h = ag.tensor(np.ones((1, 64)))
+            for _ in range(steps):
+                h = ag.tanh(h @ w)
+            loss = ag.sum(h)
+        needed.append(working_bytes(ag.grad(loss, w)))
+    assert needed[1] - needed[0] < 64 * 64 * 4
+
+
+def test_a_run_holds_one_gradient_of_a_tensor_however_many_parts_are_used():
+    needed = []
+    for count in (4, 40):
+        x = ag.param(np.ones((64, 64)))
+        with ag.grad_tape():
+            loss = scaled_parts(x, [(i, i + 1) for i in range(1, 1 + count)], 0)
+        needed.append(working_bytes(ag.grad(loss, x)))
+    assert needed[1] - needed[0] < 2 * 64 * 64 * 4
 
 
 @pytest.mark.parametrize(

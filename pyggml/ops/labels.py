@@ -35,7 +35,7 @@ def checked_indices(
     if not isinstance(indices, Tensor):
         array = _integers(op, indices, what)
         # A negative integer is a large one without its sign: one look at the array finds both.
-        if array.size and array.view(f"u{array.itemsize}").max() >= size:
+        if array.size and array.view(array.dtype.str.replace("i", "u")).max() >= size:
             _check_range(op, what, int(array.min()), int(array.max()), size)
         array = array.astype(np.int32)  # whose range need not be looked at again
         return make_tensor(array, dtype=int32, device=device, op=op)

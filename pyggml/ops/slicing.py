@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from math import prod
 
 import numpy as np
@@ -15,6 +14,7 @@ from ..errors import DTypeError, ShapeError
 from ..graph import MAX_DIMS, Op, Spec
 from ..lowering import GgmlTensor, Lowering
 from ..tensor import Tensor, TensorLike, as_tensor, passing, record
+from .elementwise import filled
 from .rules import check_ndim, need_axes, need_floats, normalize_axis
 from .shaping import unsqueeze
 
@@ -296,29 +296,42 @@ def _cut(x: Tensor, sizes: Sequence[int], axis: int) -> tuple[Tensor, ...]:
 
 
 def join_tiles(terms: list[Tensor]) -> list[Tensor]:
-    """Return tensors that have the same sum: zero-padded ones that tile an axis become one concat.
+    """Return tensors that have the same sum: zero-padded ones side by side become one concat.
 
     Such are the gradients of the parts that a tensor was cut into.
     """
     tiles: dict[int, list[tuple[int, Tensor]]] = {}  # by axis: where each begins
-    if len(terms) > 1:
-        for term in terms:
-            place = _place_of_tile(term)
-            if place is not None:
-                axis, begin = place
-                tiles.setdefault(axis, []).append((begin, term))
+    for term in terms:
+        place = place_of_tile(term)
+        if place is not None:
+            axis, begin = place
+            tiles.setdefault(axis, []).append((begin, term))
     for axis, found in tiles.items():
-        found.sort(key=lambda tile: tile[0])
-        inner = [passing(term._at[1].inputs[0], term._at[0]) for _, term in found]
-        ends = [*accumulate((x.shape[axis] for x in inner), initial=0)]
-        if ends == [*(begin for begin, _ in found), terms[0].shape[axis]]:
-            joined = [term for _, term in found]
+        joined: list[Tensor] = []
+        pieces: list[Tensor] = []
+        end = 0
+        for begin, term in sorted(found, key=lambda tile: tile[0]):
+            if begin < end:  # it overlaps the one before
+                continue
+            inner = passing(term._at[1].inputs[0], term._at[0])
+            pieces += [*_zeros(term, axis, begin - end), inner]
+            joined.append(term)
+            end = begin + inner.shape[axis]
+        if len(joined) > 1:
+            pieces += _zeros(terms[0], axis, terms[0].shape[axis] - end)
             others = [term for term in terms if not any(term is tile for tile in joined)]
-            return join_tiles([*others, concat(inner, axis=axis)])
+            return join_tiles([*others, concat(pieces, axis=axis)])
     return terms
 
 
-def _place_of_tile(x: Tensor) -> tuple[int, int] | None:
+def _zeros(like: Tensor, axis: int, size: int) -> list[Tensor]:
+    """Return zeros of a tensor's shape but for the size of one axis, or nothing if that is 0."""
+    shape = list(like.shape)
+    shape[axis] = size
+    return [passing(filled(tuple(shape), 0.0), like._at[0])] if size else []
+
+
+def place_of_tile(x: Tensor) -> tuple[int, int] | None:
     """Return the axis along which zeros stand around something, and where that begins."""
     node = x._at[1]
     if node.op is not PAD:
