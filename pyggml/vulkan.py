@@ -33,14 +33,17 @@ SOFTWARE = ("llvmpipe", "lavapipe", "SwiftShader", "Microsoft Basic Render")
 
 # Read by ggml when it opens a device.
 SETTINGS = {
-    # Its f32 products otherwise round their operands to f16, which ends at 65504: in its shaders,
-    # and, whatever those do, in the matrix units of cards that have them.
-    "GGML_VK_DISABLE_F16": "1",
-    "GGML_VK_DISABLE_COOPMAT": "1",
-    "GGML_VK_DISABLE_COOPMAT2": "1",
     # The scheduler would let it reorder a graph without regard to what is changed in place.
     "GGML_VK_DISABLE_GRAPH_OPTIMIZE": "1",
 }
+# Its f32 products otherwise round their operands to f16, which ends at 65504: in its shaders, and,
+# whatever those do, in the matrix units of cards that have them.
+FULL_PRECISION = {
+    "GGML_VK_DISABLE_F16": "1",
+    "GGML_VK_DISABLE_COOPMAT": "1",
+    "GGML_VK_DISABLE_COOPMAT2": "1",
+}
+HALF = "PYGGML_VULKAN_HALF"  # the environment's leave to round so
 
 
 MESSAGE_SIZE = 500  # bytes for what a driver says
@@ -227,7 +230,8 @@ class VulkanDevice(GgmlDevice):
         self._check_usable()
         if self._backend is not None:
             return
-        with self.lock, _environment(SETTINGS):
+        half = os.environ.get(HALF, "").strip() == "1"
+        with self.lock, _environment(SETTINGS if half else SETTINGS | FULL_PRECISION):
             self._backend = lib.ggml_backend_dev_init(self._handle, ffi.NULL)
             if self._backend == ffi.NULL:
                 self._backend = None

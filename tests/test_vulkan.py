@@ -120,6 +120,18 @@ def test_products_are_of_float32_and_not_of_halves():
     np.testing.assert_allclose(found, exact, rtol=1e-6)
 
 
+def test_products_may_round_to_halves_where_the_environment_says_so():
+    code = """
+a, b = (np.random.default_rng(i).standard_normal((64, 64)).astype(np.float32) for i in (0, 1))
+with pg.device("vulkan0"):
+    off = np.abs((ag.tensor(a) @ ag.tensor(b)).numpy() - a.astype(float) @ b)
+print(off.max() / np.abs(a @ b).max())
+"""
+    assert float(run(code)) < 1e-6
+    # A driver without float16 stays exact: then there is nothing to round.
+    assert float(run(code, PYGGML_VULKAN_HALF="1")) < 2e-3
+
+
 def test_what_a_person_holds_is_not_fused_away():
     x = ag.tensor(np.random.default_rng(1).standard_normal((4, 32)))
     weight = ag.tensor(np.full(32, 2.0))
