@@ -64,6 +64,13 @@ class Device:
         """Return new storage with the values of an array."""
         raise NotImplementedError
 
+    def lend(self, array: np.ndarray, dtype: DType) -> Any:
+        """Return storage for one run with the values of an array: its own memory where that fits.
+
+        No program writes to its inputs, but for what optimizers change.
+        """
+        return self.upload(array, dtype)
+
     def download(self, source: Source) -> np.ndarray:
         """Return a copy of a source's value."""
         raise NotImplementedError
@@ -219,6 +226,11 @@ class CpuDevice(GgmlDevice):
         storage = allocate(array.shape, dtype.stored)
         storage.array[...] = encoded
         return storage
+
+    def lend(self, array: np.ndarray, dtype: DType) -> HostStorage:
+        if array.dtype == dtype.stored and array.flags.carray:
+            return HostStorage(array)
+        return self.upload(array, dtype)
 
     def download(self, source: Source) -> np.ndarray:
         return source.dtype.decode(source.storage.array.copy())

@@ -134,7 +134,7 @@ class Trace:
         for (place, kind, limit), array in zip(self._given, arrays, strict=True):
             if place is not None:
                 array, _ = check_array(array, kind, op="compile")
-                source = Source(array.shape, kind, device, device.upload(array, kind))
+                source = Source(array.shape, kind, device, device.lend(array, kind))
                 if limit is not None:
                     check_limit(source, *limit)
                 sources[place] = source

@@ -292,6 +292,27 @@ def test_compiled_steps_are_those_of_a_loop_to_the_last_bit(method, kind):
             np.testing.assert_array_equal(plain[name], compiled[name], err_msg=name)
 
 
+def test_inputs_are_left_as_they_are_and_may_have_any_layout():
+    class Doubling(nn.Module):
+        def forward(self, x):
+            return x * 2.0, x, -x
+
+    predict = nn.compile(Doubling().eval())
+    base = numbers(6, 8)
+    for x in (base, base[::2, ::-1], base.T, np.asfortranarray(base), base.astype(np.float64)):
+        x = x if x.dtype == np.float64 else x.astype(np.float32, copy=False)
+        kept = x.copy()
+        twice, same, minus = predict(x)
+        np.testing.assert_array_equal(twice, 2 * kept.astype(np.float32))
+        np.testing.assert_array_equal(minus, -kept.astype(np.float32))
+        np.testing.assert_array_equal(x, kept)
+        same[...] = 0.0  # what comes back is nobody else's memory
+        np.testing.assert_array_equal(x, kept)
+    constant = np.ones(3, np.float32)
+    constant.flags.writeable = False
+    np.testing.assert_array_equal(predict(constant)[0], np.full(3, 2.0))
+
+
 def test_the_loss_function_is_called_once_for_a_shape():
     model, calls = mlp().train(), []
     opt = optim.SGD(model.parameters(), lr=0.1)
