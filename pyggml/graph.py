@@ -63,7 +63,8 @@ class Op:
     that the result does not depend smoothly on anything. ``mutates`` lists the inputs that the op
     changes in place. ``alias`` says that the result is another view of the first input's memory.
     Inputs of a half type come as float32, unless the op ``takes_half``, as every alias does.
-    ``fold(*inputs, **settings)`` may give a simpler node of equal value, or None.
+    ``fold(*inputs, **settings)`` may give a simpler node of equal value, or None. Workers share the
+    result along its ``shared_axis``, if it names one, and no other.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Op:
     is_product: bool = False
     takes_half: bool = False
     fold: Callable[..., Node | None] | None = None
+    shared_axis: int | None = None
 
     def __post_init__(self) -> None:
         OPS[self.name] = self
