@@ -6,6 +6,7 @@
  * same order, so its bits depend neither on the number of threads nor on the rest of the batch. */
 
 #include "common.h"
+#include "cblas.h"
 
 /* A tile is as large as its sums fit in the registers. */
 #ifdef __AVX512F__
@@ -97,6 +98,8 @@ static void run_panels(struct ggml_tensor * dst, int ith, int nth, void * unused
             for (int64_t i = 0; i < k; i++) {
                 memcpy(to + i * PANEL, from + i * k_stride, n * sizeof(float));
             }
+        } else if (k_stride == 1) {
+            scipy_cblas_somatcopy(CblasRowMajor, CblasTrans, (blasint) n, (blasint) k, 1.0f, from, (blasint) column_stride, to, PANEL);
         } else {
             for (int64_t j = 0; j < n; j++) {
                 for (int64_t i = 0; i < k; i++) {
