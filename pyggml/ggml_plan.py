@@ -290,5 +290,10 @@ WORK_WORTH_A_THREAD = 200_000  # elementary operations a step, on average
 def threads_worth_starting(program: Program) -> int:
     """Return 1 for a program whose steps are too small to share, else as many as there may be."""
     steps = [*program.steps, *program.effects]
-    work = sum(work_of(step.node) for step in steps)
+    work = sum(work_of(step.node) for step in steps if _can_be_shared(step.node))
     return 1 if work < len(steps) * WORK_WORTH_A_THREAD else lib.GGML_MAX_N_THREADS
+
+
+def _can_be_shared(node: Node) -> bool:
+    axis = node.op.shared_axis
+    return axis is None or node.shape[axis] > 1

@@ -65,7 +65,8 @@ class Op:
     Inputs of a half type come as float32, unless the op ``takes_half``, as every alias does.
     ``fold(*inputs, **settings)`` may give a simpler node of equal value, or None. ``work(out,
     *inputs)``, from their types, says how many elementary operations a product takes, if not two
-    for each element of the result and of the first input's last axis.
+    for each element of the result and of the first input's last axis. Workers share
+    the result along its ``shared_axis``, if it names one, and no other.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Op:
     takes_half: bool = False
     fold: Callable[..., Node | None] | None = None
     work: Callable[..., int] | None = None
+    shared_axis: int | None = None
 
     def __post_init__(self) -> None:
         OPS[self.name] = self

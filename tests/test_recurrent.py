@@ -132,6 +132,35 @@ def test_any_number_of_threads_gives_the_same_bits(first, reverse, on_threads):
 
 
 @KINDS
+@pytest.mark.parametrize("few", [1, 2, 3])
+def test_an_item_has_the_same_bits_in_any_batch(kind, few):
+    layer, x = kind(9, 40, bidirectional=True), normal(0, 21, 11, 9)
+    whole, part = layer(x)[0].numpy(), layer(x[:few])[0].numpy()
+    np.testing.assert_array_equal(part, whole[:few])
+
+
+@KINDS
+def test_only_a_batch_of_several_items_starts_threads(kind, monkeypatch):
+    used, device = [], type(ag.tensor(1.0).device)
+    original = device.compute
+
+    def compute(self, graph, n_threads=1):
+        used.append(n_threads)
+        return original(self, graph, n_threads)
+
+    monkeypatch.setattr(device, "compute", compute)
+    before = pg.get_num_threads()
+    layer = kind(64, 128)
+    try:
+        pg.set_num_threads(2)
+        for batch in (1, 4):
+            layer(normal(0, batch, 100, 64))[0].numpy()
+    finally:
+        pg.set_num_threads(before)
+    assert used == [1, 2]
+
+
+@KINDS
 def test_on_the_cpu_a_longer_sequence_is_not_a_longer_graph(kind):
     layer, counts = kind(3, 4), []
     for steps in (3, 60):

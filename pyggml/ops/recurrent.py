@@ -123,6 +123,7 @@ RECURRENCE = Op(
     differentiable=False,  # gradients flow through recurrent_states
     is_product=True,
     reference=_reference_recurrence,
+    shared_axis=1,  # items of a batch do not meet
 )
 
 
@@ -268,6 +269,7 @@ RECURRENCE_BACK = Op(
     lower=_lower_back,
     is_product=True,
     reference=_reference_back,
+    shared_axis=1,  # items of a batch do not meet
 )
 
 

@@ -6,6 +6,7 @@
  * same order, so its bits depend neither on the number of threads nor on the rest of the batch. */
 
 #include "common.h"
+#include "cblas.h"
 
 /* A tile is as large as its sums fit in the registers. */
 #ifdef __AVX512F__
@@ -97,6 +98,8 @@ static void run_panels(struct ggml_tensor * dst, int ith, int nth, void * unused
             for (int64_t i = 0; i < k; i++) {
                 memcpy(to + i * PANEL, from + i * k_stride, n * sizeof(float));
             }
+        } else if (k_stride == 1) {
+            scipy_cblas_somatcopy(CblasRowMajor, CblasTrans, (blasint) n, (blasint) k, 1.0f, from, (blasint) column_stride, to, PANEL);
         } else {
             for (int64_t j = 0; j < n; j++) {
                 for (int64_t i = 0; i < k; i++) {
@@ -250,6 +253,11 @@ static inline __attribute__((always_inline)) void run_forward(
     }
 }
 
+/* The sigmoid function, quicker than sigmoid_of for letting all below -87 be e^-87, next to which no gate tells a difference. */
+static inline float gate_of(float x) {
+    return 1.0f / (1.0f + normal_expf(bounded(-x, -87.0f, 87.0f), 0.0f));
+}
+
 static inline void lstm_cell(
     int64_t n, const tile * sums, int64_t row, const float * bias, int64_t hidden, float * gates, const float * h, float * h_next,
     const float * c, float * c_next) {
@@ -257,8 +265,8 @@ static inline void lstm_cell(
     const float * si = sums[0][row], * sf = sums[1][row], * sg = sums[2][row], * so = sums[3][row];
 #pragma omp simd
     for (int64_t j = 0; j < n; j++) {
-        const float i = sigmoid_of(si[j] + bias[j]), f = sigmoid_of(sf[j] + bias[hidden + j]);
-        const float g = tanh_of(sg[j] + bias[2 * hidden + j]), o = sigmoid_of(so[j] + bias[3 * hidden + j]);
+        const float i = gate_of(si[j] + bias[j]), f = gate_of(sf[j] + bias[hidden + j]);
+        const float g = tanh_of(sg[j] + bias[2 * hidden + j]), o = gate_of(so[j] + bias[3 * hidden + j]);
         c_next[j] = f * c[j] + i * g;
         h_next[j] = o * tanh_of(c_next[j]);
         gates[j]              = i;
@@ -276,7 +284,7 @@ static inline void gru_cell(
 #pragma omp simd
     for (int64_t j = 0; j < n; j++) {
         const float q = sq[j] + bias[j];
-        const float r = sigmoid_of(sr[j] + bias[hidden + j]), z = sigmoid_of(sz[j] + bias[2 * hidden + j]);
+        const float r = gate_of(sr[j] + bias[hidden + j]), z = gate_of(sz[j] + bias[2 * hidden + j]);
         const float m = tanh_of(sn[j] + bias[3 * hidden + j] + r * q); /* n in the formula */
         h_next[j] = m + z * (h[j] - m);
         gates[j]              = q;
