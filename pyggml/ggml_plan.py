@@ -118,6 +118,7 @@ class GgmlPlan:
         sizes = [prod(shape) * dtype.size for shape, dtype in self.output_specs]
         self._large = [i for i, size in enumerate(sizes) if size >= LARGE]
         self._kept: list[Any] = [None] * len(sizes)  # storage of small outputs
+        self._kept_bytes = sum(size for size in sizes if size < LARGE)
 
     def _lowered(self, step: Step, first: int) -> None:
         """Look at the graph's nodes from the first on, which are what a step became."""
@@ -202,7 +203,8 @@ class GgmlPlan:
 
     @property
     def held_bytes(self) -> int:
-        return lib.ggml_get_mem_size(self.context) + BYTES_PER_STEP * len(self.nodes)
+        graph = lib.ggml_get_mem_size(self.context) + BYTES_PER_STEP * len(self.nodes)
+        return graph + self._kept_bytes
 
     def _planned_bytes(self) -> int:
         """Return what an allocator of its own would reserve for the tensors without address."""

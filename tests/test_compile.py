@@ -61,11 +61,37 @@ def test_weights_are_those_of_the_moment():
     np.testing.assert_array_equal(predict(x), called(model, x))
     model[0].weight.assign(np.zeros((8, 5)))
     np.testing.assert_array_equal(predict(x), called(model, x))
-    model[2].weight = ag.param(numbers(3, 8, seed=9))
     model.to(dtype="float16")
     np.testing.assert_array_equal(predict(x), called(model, x))
-    ema = optim.EMA(mlp().parameters())
-    del ema
+
+
+def replace_parameter(model):
+    model[2].weight = ag.param(numbers(3, 8, seed=9))
+
+
+def replace_layer(model):
+    model.layers[1] = nn.Tanh().eval()
+
+
+def add_layer(model):
+    model.layers.append(nn.ReLU().eval())
+
+
+@pytest.mark.parametrize("change", [replace_parameter, replace_layer, add_layer])
+def test_what_the_model_is_made_of_is_that_of_the_moment(change):
+    model = mlp()
+    predict, x = nn.compile(model), numbers(4, 5)
+    before = predict(x)
+    change(model)
+    assert not np.array_equal(predict(x), before)
+    np.testing.assert_array_equal(predict(x), called(model, x))
+
+
+def test_a_model_without_weights_runs_on_the_current_device():
+    predict = nn.compile(nn.Tanh().eval())
+    assert predict(np.ones(2)).dtype == np.float32
+    with pg.device("reference"):
+        assert predict(np.ones(2)).dtype == np.float64
 
 
 def test_buffers_are_those_of_the_moment():
@@ -157,6 +183,23 @@ def test_every_call_checks_its_indices():
             nn.compile(model)([[wrong]])
 
 
+def test_indices_are_checked_column_by_column():
+    class Columns(nn.Module):
+        def __init__(self):
+            self.small, self.large = nn.Embedding(3, 2), nn.Embedding(100, 2)
+
+        def forward(self, rows):
+            return self.small(rows[:, 0]) + self.large(rows[:, 1])
+
+    model = Columns().eval()
+    predict = nn.compile(model)
+    for rows in ([[0, 50], [2, 99]], [[1, 0], [1, 1]]):
+        np.testing.assert_array_equal(predict(rows), called(model, ag.tensor(rows)))
+    for wrong in ([3, 0], [0, 100], [-1, 0]):
+        with pytest.raises(pg.IndexRangeError):
+            predict([wrong, [0, 0]])
+
+
 def test_integers_that_the_model_computes_are_refused_as_indices():
     class Best(nn.Module):
         def __init__(self):
@@ -199,8 +242,11 @@ def test_training_mode_after_tracing_is_refused_too():
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)).eval()
     predict = nn.compile(model)
     predict(np.ones((1, 2)))
-    model.train()
-    with pytest.raises(pg.SettingError, match="training mode"):
+    for part in (model, model[1]):
+        part.train()
+        with pytest.raises(pg.SettingError, match="training mode"):
+            predict(np.ones((1, 2)))
+        model.eval()
         predict(np.ones((1, 2)))
 
 

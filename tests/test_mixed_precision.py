@@ -333,6 +333,13 @@ def test_a_step_without_finite_gradients_is_skipped_and_halves_the_scale():
     assert opt.skipped == 1 and opt.t == 3
 
 
+def test_a_scale_grows_again_where_its_state_comes_from_a_longer_interval():
+    scale = optim.LossScale(64.0, growth_interval=2)
+    scale.streak = 5
+    scale.adapt(finite=True)
+    assert (scale.value, scale.streak) == (128.0, 0)
+
+
 def test_another_scale_plans_nothing_anew():
     w = ag.param([1.0])
     opt = optim.SGD([w], lr=0.5, loss_scale=optim.LossScale(64.0, growth_interval=1))

@@ -114,7 +114,7 @@ def test_the_plan_cache_is_bounded_in_bytes_too(cpu, monkeypatch):
     cpu.clear_plans()
     sums(1)
     (one,) = [plan.held_bytes for plan in cpu.plans.values()]
-    monkeypatch.setattr(cpu, "max_plan_bytes", 3 * one)
+    monkeypatch.setattr(cpu, "max_plan_bytes", 3 * one + one // 2)
     sums(10)
     newest = list(cpu.plans)[-3:]
     assert list(cpu.plans) == newest and len(newest) == 3
@@ -136,6 +136,16 @@ def test_a_plan_counts_the_bytes_of_its_graph(cpu):
 
     per_node = (bytes_of_chain(3000) - bytes_of_chain(1000)) / 2000
     assert per_node > lib.ggml_tensor_overhead()
+
+
+def test_a_plan_counts_the_small_outputs_that_it_keeps(cpu):
+    def bytes_of(n):
+        cpu.clear_plans()
+        ag.tanh(ag.tensor(np.ones(n))).numpy()
+        (plan,) = cpu.plans.values()
+        return plan.held_bytes
+
+    assert bytes_of(1001) - bytes_of(1) == 4000
 
 
 def test_the_working_buffer_shrinks_when_the_plan_that_needed_it_goes(cpu, monkeypatch):

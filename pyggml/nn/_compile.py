@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -27,9 +28,9 @@ def compile(model: Module) -> Compiled:
     takes arrays and returns arrays, in the structure that the model returns: one, a tuple, a list
     or a dict. No gradient flows through it.
 
-    So the Python code of ``forward`` runs once for a shape; what it does by the values of its
-    inputs would stay as it was. Raises SettingError for a model in training mode, and PyggmlError
-    for one that draws random numbers, changes a buffer, or reads a value.
+    So the Python code of ``forward`` runs once for a shape, and again when an attribute of a module
+    has been replaced. Raises SettingError for a model in training mode, and PyggmlError for one
+    that draws random numbers, changes a buffer, or reads a value.
 
     >>> model = nn.Linear(2, 1).eval()
     >>> model.load_state_dict({"weight": [[1.0, 2.0]], "bias": [0.5]})
@@ -70,7 +71,6 @@ class ModuleTrace(Trace):
             raise SettingError("compile: the model is in training mode; call model.eval() first")
         for buffer in model.buffers():
             buffer.settled().numpy()
-        self.model = model
         tensors = [*model.parameters(), *model.buffers()]
         self.held = [(tensor, tensor._source) for tensor in tensors]
         super().__init__(arrays, tensors[0].device if tensors else resolve_device(None))
@@ -81,10 +81,13 @@ class ModuleTrace(Trace):
         self.structure = _flatten(result, outputs)
         self.outputs = tuple(node_in(tensor, frame) for tensor in outputs)
         self.close(frame)
+        self.members = _members(model)
 
     def is_current(self) -> bool:
         """Tell whether the module still holds what it held, in evaluation mode."""
-        return not self.model.training and all(t._source is s for t, s in self.held)
+        return all(tensor._source is source for tensor, source in self.held) and all(
+            len(live) == len(known) and all(map(is_, live, known)) for live, known in self.members
+        )
 
     def run(self, arrays: Sequence[np.ndarray]) -> Any:
         """Run what was recorded on other inputs."""
@@ -99,6 +102,27 @@ class ModuleTrace(Trace):
                 for node, storage in zip(outputs, storages, strict=True)
             ]
         return _rebuild(self.structure, results)
+
+
+def _members(model: Module) -> list[tuple[Collection[Any], list[Any]]]:
+    """Return views of what modules have, and what they show: of attributes, and of lists in them.
+
+    Of lists, tuples and dicts those count that hold a module or a tensor.
+    """
+    found: list[tuple[Collection[Any], list[Any]]] = []
+    containers: list[Any] = [vars(module) for module in model.modules()]
+    for container in containers:
+        live = container.values() if isinstance(container, dict) else container
+        found.append((live, list(live)))
+        inner = (value for value in live if isinstance(value, (list, tuple, dict)))
+        containers.extend(value for value in inner if _holds_parts(value))
+    return found
+
+
+def _holds_parts(value: Any) -> bool:
+    if isinstance(value, (list, tuple, dict)):
+        return any(map(_holds_parts, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, (Module, Tensor))
 
 
 def _flatten(result: Any, outputs: list[Tensor]) -> Any:

@@ -20,7 +20,7 @@ from ._support import input_of, misfit, parameter
 class _Recurrent(Module):
     """What LSTM and GRU share: parameters, layers and directions.
 
-    A subclass says how many gates and states there are, and what a step does.
+    A subclass says how many gates and states there are, and how its biases add up.
     """
 
     gates = 0

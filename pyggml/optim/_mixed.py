@@ -18,7 +18,7 @@ class LossScale:
 
     Micikevicius et al. 2018, section 3.2. The optimizer divides the gradients by it. Where a
     gradient is not finite the update is skipped, and the scale divided by ``factor``; after
-    ``growth_interval`` updates without that it is multiplied by it (None: it stays as it is).
+    ``growth_interval`` updates without that it is multiplied by it. With None it never changes.
 
     >>> scale = optim.LossScale(1024.0, growth_interval=1)
     >>> scale.adapt(finite=False)
@@ -54,7 +54,7 @@ class LossScale:
         self.streak = self.streak + 1 if finite else 0
         if not finite:
             self.value = max(self.value / self.factor, float(np.finfo(np.float32).tiny))
-        elif self.streak == self.growth_interval:
+        elif self.streak >= self.growth_interval:  # a state may come from a longer interval
             self.value = min(self.value * self.factor, 2.0**126)
             self.streak = 0
 
