@@ -1,10 +1,10 @@
 """Kill a training run again and again, and show that it ends as if nothing had happened.
 
-examples/char_gpt.py trains twice for equally many updates. One run is left alone. The other saves
-its state every so many seconds, is killed (SIGKILL) at random moments, and goes on with --resume.
-What the two runs wrote must be equal to the last bit: weights, training state, samples.
+examples/char_gpt.py trains twice for equally many updates, both at once. One run is left alone. The
+other saves its state every so many seconds, is killed (SIGKILL) at random moments, and goes on with
+--resume. What the two runs wrote must be equal to the last bit: weights, training state, samples.
 
-    python tests/soak/soak.py                   # about 30 minutes of training, twice; 20 kills
+    python tests/soak/soak.py                   # about 30 minutes of training; 20 kills
     python tests/soak/soak.py --minutes 5
     python tests/soak/soak.py --short           # seconds, 2 kills: as the tests do
 """
@@ -29,10 +29,12 @@ FILES = "weights.safetensors", "state.safetensors", "samples.txt"
 UPDATE = re.compile(r"update +(\d+): .*; (\d+) ms/update")
 
 
-def start(flags: list[str], output: Path, *more: str) -> subprocess.Popen[str]:
-    """Start the example; its lines come through a pipe."""
+def start(
+    flags: list[str], output: Path, *more: str, lines: int = subprocess.PIPE
+) -> subprocess.Popen[str]:
+    """Start the example; its lines come through a pipe, or go elsewhere."""
     command = [sys.executable, EXAMPLE, *flags, "--output", output, *more]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, stdout=lines, text=True)
 
 
 def finish(child: subprocess.Popen[str]) -> str:
@@ -40,7 +42,7 @@ def finish(child: subprocess.Popen[str]) -> str:
     printed, _ = child.communicate()
     if child.returncode:
         sys.exit(f"soak.py: the run failed with status {child.returncode}:\n{printed}")
-    return printed
+    return printed or ""
 
 
 def milliseconds_per_update(flags: list[str], folder: Path) -> int:
@@ -108,7 +110,7 @@ def main() -> None:
     flag("--minutes", type=float, default=30, metavar="X", help="length of the run, about")
     flag("--kills", type=int, default=20, metavar="N", help="how often it is killed")
     flag("--save-every", type=float, default=30, metavar="S", help="seconds between saves, about")
-    flag("--threads", type=int, default=2, metavar="N", help="CPU threads")
+    flag("--threads", type=int, default=1, metavar="N", help="CPU threads of each run")
     flag("--seed", type=int, default=None, metavar="N", help="of the moments of the kills")
     flag("--short", action="store_true", help="seconds instead of minutes; a tiny model, 2 kills")
     args = parser.parse_args()
@@ -130,9 +132,12 @@ def main() -> None:
             print(f"{each} ms an update: {steps} updates, a save after every {every}")
         print(f"moments of the kills: --seed {seed}", flush=True)
 
-        finish(start(flags, folder / "alone"))
-        print("the run that is left alone has ended", flush=True)
-        done = killed_run(flags, folder / "killed", steps, kills, pause)
+        left_alone = start(flags, folder / "alone", lines=subprocess.DEVNULL)
+        try:
+            done = killed_run(flags, folder / "killed", steps, kills, pause)
+            finish(left_alone)
+        finally:
+            left_alone.kill()
         alone, killed = digests(folder / "alone"), digests(folder / "killed")
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**10
     for name in FILES:
