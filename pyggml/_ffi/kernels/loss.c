@@ -1,18 +1,6 @@
 /* Cross entropy of logits with integer labels, and what is picked by labels. */
 
-#include "common.h"
-
-enum { BLOCK = 256 }; /* floats added up in single precision, before double takes over */
-
-/* The largest element, -inf for a row of NaN. */
-static float row_max(const float * x, int64_t n) {
-    float top = -INFINITY;
-#pragma omp simd reduction(max : top)
-    for (int64_t j = 0; j < n; j++) {
-        top = x[j] > top ? x[j] : top;
-    }
-    return top;
-}
+#include "rows.h"
 
 /* Sums of e^(x - top) and of x - top. */
 static void row_sums(const float * x, float top, int64_t n, double * exponentials, double * shifted) {
