@@ -503,3 +503,13 @@ def test_compile_takes_a_function_and_an_optimizer():
         optim.compile(None, optim.SGD([w], lr=0.1))
     with pytest.raises(pg.DTypeError, match="compile: needs an optimizer; got list"):
         optim.compile(lambda x: x, [w])
+
+
+def test_a_frozen_part_is_that_of_the_moment():
+    body, head = mlp().requires_grad_(False), nn.Linear(3, 1)
+    opt = optim.SGD(head.parameters(), lr=0.0)
+    step, x = optim.compile(lambda x: ag.sum(head(body(x))), opt), numbers(2, 5)
+    step(x)
+    body.to(dtype="float16")  # other memory
+    body[2].weight.assign(np.ones((3, 8)))
+    np.testing.assert_allclose(step(x), called(head, body(ag.tensor(x))).sum(), rtol=1e-5)

@@ -112,6 +112,8 @@ class StepTrace(Trace):
         halves = [p for p, _ in self.pairs if p._at[1].dtype.is_half]
         self.masters = [(source_index(frame.nodes[optimizer._master_of(p)]), p) for p in halves]
         self.held = [(p, p._source, p.requires_grad) for p in optimizer.params]
+        used = [(source.owner(), source) for source in frame.sources if source.owner is not None]
+        self.used = [(tensor, source) for tensor, source in used if tensor is not None]
         self.states = [(p, optimizer._state[p]) for p, _ in self.pairs]
         self.settings = optimizer.clip_value, optimizer.decays
 
@@ -150,10 +152,11 @@ class StepTrace(Trace):
     # ---- runs ----
 
     def is_current(self) -> bool:
-        """Tell whether the optimizer still holds what it held, with settings of the same kind."""
+        """Tell whether parameters and optimizer hold what they held, with settings of one kind."""
         optimizer = self.optimizer
         return (
-            all(p._source is s and p.requires_grad is free for p, s, free in self.held)
+            all(tensor._source is source for tensor, source in self.used)
+            and all(p._source is s and p.requires_grad is free for p, s, free in self.held)
             and all(optimizer._state.get(p) is states for p, states in self.states)
             and all(buffer.device is self.device for buffer, _ in self.buffers)
             and (optimizer.clip_value, optimizer.decays) == self.settings
