@@ -67,7 +67,8 @@ class Device:
     def lend(self, array: np.ndarray, dtype: DType) -> Any:
         """Return storage for one run with the values of an array: its own memory where that fits.
 
-        No program writes to its inputs, but for what optimizers change.
+        No program writes to its inputs, but for what optimizers change. Integers are copied always:
+        no other thread may change indices once they have been checked.
         """
         return self.upload(array, dtype)
 
@@ -228,7 +229,7 @@ class CpuDevice(GgmlDevice):
         return storage
 
     def lend(self, array: np.ndarray, dtype: DType) -> HostStorage:
-        if array.dtype == dtype.stored and array.flags.carray:
+        if dtype.is_float and array.dtype == dtype.stored and array.flags.carray:
             return HostStorage(array)
         return self.upload(array, dtype)
 

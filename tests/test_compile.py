@@ -9,6 +9,7 @@ import pytest
 
 import pyggml as pg
 from pyggml import ag, nn, optim
+from pyggml.dtypes import float32, int32
 
 
 def mlp() -> nn.Module:
@@ -268,6 +269,13 @@ def test_it_works_when_its_plan_was_dropped():
     first = predict(x)
     pg.device("cpu").device.clear_plans()
     np.testing.assert_array_equal(predict(x), first)
+
+
+@pytest.mark.parametrize(("kind", "is_shared"), [(float32, True), (int32, False)])
+def test_integers_are_copied_so_that_none_changes_after_its_check(kind, is_shared):
+    array = np.ones(3, kind.numpy)
+    lent = pg.device("cpu").device.lend(array, kind)
+    assert np.shares_memory(lent.array, array) is is_shared
 
 
 def test_many_shapes_keep_a_bounded_number_of_traces():
