@@ -253,6 +253,11 @@ def test_steps_that_clipping_left_out_are_counted():
 # ---- evaluate, predict, accuracy ----
 
 
+def test_evaluate_names_itself_where_a_batch_has_no_targets():
+    with pytest.raises(pg.SettingError, match=r"evaluate: a batch must be a tuple \(x, y\)"):
+        train.evaluate(nn.Linear(2, 1), [X], loss=ag.mse_loss)
+
+
 @pytest.mark.parametrize("size", [1, 4, 22])
 def test_evaluate_does_not_depend_on_the_size_of_the_batches(size):
     model, *_ = make()

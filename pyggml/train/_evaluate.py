@@ -45,7 +45,7 @@ def evaluate(
     """
     named = named_metrics("evaluate", metrics)
     check_functions("evaluate", model, loss=loss, forward=forward)
-    return evaluated(model, data, loss, named, forward or pair_forward(model))
+    return evaluated(model, data, loss, named, forward or pair_forward("evaluate", model))
 
 
 def predict(model: Any, data: Any, *, forward: Callable[[Any, Any], Any] | None = None) -> Any:
@@ -131,14 +131,14 @@ def evaluated(
     return result
 
 
-def pair_forward(model: Any) -> Forward:
+def pair_forward(op: str, model: Any) -> Forward:
     """Return the forward function for batches (x, y): all but the last are inputs."""
     device = device_of(model)
 
     def forward(model: Any, batch: Any) -> tuple[Any, Any]:
         if not isinstance(batch, (tuple, list)) or len(batch) < 2:
             raise SettingError(
-                f"fit: a batch must be a tuple (x, y); got {type(batch).__name__}; give forward=, "
+                f"{op}: a batch must be a tuple (x, y); got {type(batch).__name__}; give forward=, "
                 "a function (model, batch) that returns outputs and targets"
             )
         *inputs, targets = (as_tensor_on(array, device) for array in batch)

@@ -109,7 +109,7 @@ def fit(
     _check(loader, epochs, on_nonfinite, state_path, save_every, resume)
     check_functions("fit", model, loss=need_function("fit", "loss", loss), forward=forward)
     callbacks = _check_objects(optimizer, callbacks, generator)
-    named, forward = named_metrics("fit", metrics), forward or pair_forward(model)
+    named, forward = named_metrics("fit", metrics), forward or pair_forward("fit", model)
     state = FitState(model, optimizer, History(), skipped_before=optimizer.skipped)
     saved = _Saved(state_path, state, loader, callbacks, generator)
     if resume:
