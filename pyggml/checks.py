@@ -111,8 +111,8 @@ def number_in(op: str, name: str, value: object, low: float, below: float = floa
     return number
 
 
-def share(op: str, name: str, value: object) -> float:
-    """Return a probability as a float; raise SettingError outside of [0, 1]."""
+def fraction(op: str, name: str, value: object) -> float:
+    """Return value as a float, or raise SettingError unless it lies in [0, 1]."""
     number = None if isinstance(value, bool) else as_float(value)
     if number is None or not 0.0 <= number <= 1.0:
         raise SettingError(f"{op}: {name} must be in [0, 1]; got {shown(value)}")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import ops
-from ..checks import positive_integer, share, shown
+from ..checks import fraction, positive_integer, shown
 from ..errors import SettingError
 from ..ops import add, linear, permute, reshape, scaled_dot_product_attention
 from ..tensor import Parameter, Tensor, TensorLike
@@ -57,7 +57,7 @@ class MultiheadAttention(Module):
         self.num_kv_heads = positive_integer(name, "num_kv_heads", wanted)
         self.kdim = positive_integer(name, "kdim", embed_dim if kdim is None else kdim)
         self.vdim = positive_integer(name, "vdim", embed_dim if vdim is None else vdim)
-        self.dropout = share(name, "dropout", dropout)
+        self.dropout = fraction(name, "dropout", dropout)
         if self.embed_dim % self.num_heads:
             raise SettingError(
                 f"{name}: num_heads must divide embed_dim; got {num_heads}, {embed_dim}"
@@ -164,7 +164,7 @@ class _TransformerLayer(Module):
         name = type(self).__name__
         d_model = positive_integer(name, "d_model", d_model)
         dim_feedforward = positive_integer(name, "dim_feedforward", dim_feedforward)
-        dropout = share(name, "dropout", dropout)
+        dropout = fraction(name, "dropout", dropout)
         if not callable(activation) and str(activation) not in ("relu", "gelu"):
             raise SettingError(
                 f"{name}: activation must be 'relu', 'gelu' or a function; got {shown(activation)}"

@@ -6,7 +6,7 @@ from math import prod
 
 import numpy as np
 
-from ..checks import as_index, positive_integer, share, shown
+from ..checks import as_index, fraction, positive_integer, shown
 from ..errors import SettingError
 from ..ops import (
     detach,
@@ -101,7 +101,7 @@ class Dropout(Module):
     """
 
     def __init__(self, p: float = 0.5) -> None:
-        self.p = share("Dropout", "p", p)
+        self.p = fraction("Dropout", "p", p)
 
     def forward(self, x: TensorLike) -> Tensor:
         return dropout(input_of(self, x), p=self.p, training=self.training)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..checks import number_in, positive_integer, share
+from ..checks import fraction, number_in, positive_integer
 from ..errors import SettingError
 from ..graph import state
 from ..ops import (
@@ -50,7 +50,7 @@ class _BatchNorm(Module):
         self.eps = number_in(name, "eps", eps, 0.0)
         self.momentum = momentum
         if momentum is not None:
-            self.momentum = share(name, "momentum", momentum)
+            self.momentum = fraction(name, "momentum", momentum)
         shape = (self.num_features,)
         self.weight = parameter(init.ones(shape)) if affine else None
         self.bias = parameter(init.zeros(shape)) if affine else None

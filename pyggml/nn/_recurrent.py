@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod, sqrt
 
-from ..checks import positive_integer, share
+from ..checks import fraction, positive_integer
 from ..ops import add, concat, dropout, full, reshape, split, stack, transpose
 from ..ops.recurrent import GATES, recurrence
 from ..tensor import Parameter, Tensor, TensorLike
@@ -43,7 +43,7 @@ class _Recurrent(Module):
         self.num_layers = positive_integer(name, "num_layers", num_layers, 1000)
         self.bias = bool(bias)
         self.batch_first = bool(batch_first)
-        self.dropout = share(name, "dropout", dropout)
+        self.dropout = fraction(name, "dropout", dropout)
         self.bidirectional = bool(bidirectional)
         bound, rows = 1.0 / sqrt(self.hidden_size), self.gates * self.hidden_size
         for layer in range(self.num_layers):

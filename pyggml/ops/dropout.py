@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from .._ffi import lib
-from ..checks import share
+from ..checks import fraction
 from ..device import Device
 from ..dtypes import float32, int32
 from ..graph import Op, Shape, Spec, check_size, state
@@ -125,7 +125,7 @@ def dropout(
     array([0., 0.], dtype=float32)
     """
     x = as_tensor(x, op="dropout")
-    p = share("dropout", "p", p)
+    p = fraction("dropout", "p", p)
     if not training or p == 0.0:
         return x
     chosen = chosen_generator("dropout", generator)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from .._ffi import lib
-from ..checks import number_in, share
+from ..checks import fraction, number_in
 from ..dtypes import float32
 from ..errors import SettingError, ShapeError
 from ..graph import Op, Spec
@@ -225,7 +225,7 @@ def _class_loss(
     scores = as_tensor(scores, labels if isinstance(labels, Tensor) else None, op=op)
     if scores.ndim < 1:
         raise ShapeError(f"{op}: scores need a class axis; got shape ()")
-    share(op, "label_smoothing", label_smoothing)
+    label_smoothing = fraction(op, "label_smoothing", label_smoothing)
     *batch, classes = scores.shape
     if of_targets is not None and _are_targets(labels, scores.shape):
         if ignore_index is not None:
