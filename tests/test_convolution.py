@@ -324,3 +324,25 @@ def test_unit_strides_give_the_reference_and_equal_bits_for_any_number_of_thread
     for one, other, values in zip(*results, expected, strict=True):
         assert np.array_equal(one, other)
         assert np.allclose(one, values, rtol=1e-4, atol=1e-3)
+
+
+def test_the_weight_s_gradient_is_the_reference_s_in_equal_bits_for_any_number_of_threads(
+    monkeypatch,
+):
+    monkeypatch.setattr(ggml_plan, "WORK_WORTH_A_THREAD", 0)
+    x, g = normal(0, 3, 11, 20, 31), normal(1, 3, 64, 21, 30)
+
+    def run(device):
+        with pg.device(device):
+            weight = ag.param(np.zeros((64, 11, 2, 4), np.float32))
+            with ag.grad_tape():
+                loss = ag.sum(g * ag.conv2d(x, weight, padding=(1, 1)))
+            return ag.grad(loss, [weight])[0].numpy()
+
+    results = []
+    for n_threads in (1, 2, 3):
+        device = CpuDevice(n_threads=n_threads)
+        results.append(run(device))
+        device.close()
+    assert np.allclose(results[0], run("reference"), rtol=1e-4, atol=1e-3)
+    assert all(np.array_equal(results[0], other) for other in results[1:])

@@ -231,6 +231,8 @@ enum {
     DIRECT_FLOATS   = 1 << 14, /* of the input in a tile, which is on the stack */
     DIRECT_WEIGHTS  = 1 << 11, /* of one output that meet a tile */
     DIRECT_CHANNELS = 1 << 7,
+    LEAST_CHANNELS  = 8, /* to share */
+    DIRECT_PLACES   = 1 << 7, /* outputs whose gradients are laid out at a time */
 };
 
 /* The sums of a panel are as many as fit in the registers. */
@@ -637,6 +639,96 @@ static void run_conv2d_weight(struct ggml_tensor * dst, int ith, int nth, void *
     free(tile);
 }
 
+/* The same with stride 1, without unfolding: (panels of outputs, rows of the unfolded input, outputs of a panel). A row meets a
+ * panel of outputs position by position, for which the gradient is laid out with a panel's outputs side by side. */
+
+/* y += the sums over n positions of an element of each of so many rows of the input times a panel of the gradient. */
+static inline __attribute__((always_inline)) void add_positions_of_rows(
+    const int rows, const float * restrict tile, const int32_t * offsets, const int32_t * restrict places,
+    const float * restrict panel, int64_t n, float * restrict y) {
+    vector sums[PANEL_ROWS][2];
+    const float * row[PANEL_ROWS];
+    for (int r = 0; r < rows; r++) {
+        row[r] = tile + offsets[r];
+        for (int j = 0; j < 2; j++) {
+            sums[r][j] = *(const vector *) &y[r * PANEL + j * LANE];
+        }
+    }
+    for (int64_t l = 0; l < n; l++) {
+        const vector low = *(const vector *) (panel + l * PANEL), high = *(const vector *) (panel + l * PANEL + LANE);
+        for (int r = 0; r < rows; r++) {
+            const float x = row[r][places[l]];
+            sums[r][0] += x * low;
+            sums[r][1] += x * high;
+        }
+    }
+    for (int r = 0; r < rows; r++) {
+        for (int j = 0; j < 2; j++) {
+            *(vector *) &y[r * PANEL + j * LANE] = sums[r][j];
+        }
+    }
+}
+
+static bool plan_direct_weight(const struct conv * v, struct direct * d) {
+    return plan_direct(v, d) && v->groups == 1 && v->columns >= FEW_COLUMNS &&
+           v->channels >= LEAST_CHANNELS && v->o % PANEL == 0 && v->ow <= DIRECT_PLACES;
+}
+
+static void run_direct_weight(struct ggml_tensor * dst, int ith, int nth, void * unused) {
+    (void) unused;
+    const struct ggml_tensor * x = dst->src[0], * g = dst->src[1];
+    struct conv v = {
+        .images = x->ne[3], .channels = x->ne[2], .h = x->ne[1], .w = x->ne[0], .o = g->ne[2], .kh = get_param_i32(dst, 7),
+        .kw = get_param_i32(dst, 8), .oh = g->ne[1], .ow = g->ne[0], .stride_h = 1, .stride_w = 1,
+        .pad_h = get_param_i32(dst, 2), .pad_w = get_param_i32(dst, 3), .dilation_h = get_param_i32(dst, 4),
+        .dilation_w = get_param_i32(dst, 5), .groups = 1};
+    v.rows = v.channels * v.kh * v.kw, v.columns = v.oh * v.ow, v.o_group = v.o;
+    struct direct d = {0};
+    (void) plan_direct_weight(&v, &d); /* as when the node was made */
+    d.lines = MIN(d.lines, DIRECT_PLACES / v.ow);
+    const int64_t kernel = v.kh * v.kw, halo = (v.kh - 1) * v.dilation_h;
+    float tile[DIRECT_FLOATS + DIRECT_CHANNELS * 2 * CACHE_LINE + 2 * PANEL] __attribute__((aligned(64)));
+    float panel[DIRECT_PLACES * PANEL] __attribute__((aligned(64)));
+    int32_t offsets[DIRECT_WEIGHTS], places[DIRECT_PLACES];
+    for (int64_t l = 0; l < d.channels * kernel; l++) {
+        offsets[l] = (int32_t) (l / kernel * d.area + l / v.kw % v.kh * v.dilation_h * d.pitch + l % v.kw * v.dilation_w);
+    }
+    for (int64_t l = 0; l < d.lines * v.ow; l++) {
+        places[l] = (int32_t) (l / v.ow * d.pitch + l % v.ow);
+    }
+    /* A worker sums over all images for its own channels. */
+    int64_t begin, end;
+    share_of_work(v.channels, 1, ith, nth, &begin, &end);
+    for (int64_t p = 0; p < v.o / PANEL && begin < end; p++) {
+        memset((float *) dst->data + (p * v.rows + begin * kernel) * PANEL, 0, (end - begin) * kernel * PANEL * sizeof(float));
+    }
+    for (int64_t channel = begin; channel < end; channel += d.channels) {
+        const int64_t taken = MIN(d.channels, end - channel), rows = taken * kernel;
+        for (int64_t at = 0; at < v.images * v.oh;) {
+            const int64_t image = at / v.oh, oy = at % v.oh, lines = MIN(d.lines, v.oh - oy), n = lines * v.ow;
+            copy_lines(
+                &v, &d, (const float *) x->data + (image * v.channels + channel) * v.h * v.w, taken, oy, oy + lines + halo, tile);
+            for (int64_t p = 0; p < v.o / PANEL; p++) {
+                const float * from = (const float *) g->data + (image * v.o + p * PANEL) * v.columns + oy * v.ow;
+                for (int64_t l = 0; l < n; l++) {
+                    for (int64_t j = 0; j < PANEL; j++) {
+                        panel[l * PANEL + j] = from[j * v.columns + l];
+                    }
+                }
+                float * y = (float *) dst->data + (p * v.rows + channel * kernel) * PANEL;
+                int64_t row = 0;
+                for (; row + PANEL_ROWS <= rows; row += PANEL_ROWS) {
+                    add_positions_of_rows(PANEL_ROWS, tile, offsets + row, places, panel, n, y + row * PANEL);
+                }
+                for (; row < rows; row++) {
+                    add_positions_of_rows(1, tile, offsets + row, places, panel, n, y + row * PANEL);
+                }
+            }
+            at += lines;
+        }
+    }
+}
+
 struct ggml_tensor * pg_conv2d_weight(
     struct ggml_context * ctx, struct ggml_tensor * x, struct ggml_tensor * grad, int64_t kh, int64_t kw,
     const int32_t * settings) {
@@ -644,5 +736,15 @@ struct ggml_tensor * pg_conv2d_weight(
     struct ggml_tensor * node = ggml_custom_4d(
         ctx, GGML_TYPE_F32, kw, kh, x->ne[2] / settings[6], grad->ne[2], args, 2, run_conv2d_weight, GGML_N_TASKS_MAX, NULL);
     set_conv(node, settings);
-    return node;
+    const struct conv v = conv_of(x, node, grad, node);
+    struct direct d;
+    if (!plan_direct_weight(&v, &d)) {
+        return node;
+    }
+    struct ggml_tensor * panels = ggml_custom_4d(
+        ctx, GGML_TYPE_F32, PANEL, v.rows, v.o / PANEL, 1, args, 2, run_direct_weight, GGML_N_TASKS_MAX, NULL);
+    set_conv(panels, settings);
+    set_param_i32(panels, 7, (int32_t) kh);
+    set_param_i32(panels, 8, (int32_t) kw);
+    return ggml_reshape_4d(ctx, pg_contiguous(ctx, ggml_transpose(ctx, panels)), kw, kh, v.channels, v.o);
 }
