@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pyggml as pg
-from pyggml import ag
+from pyggml import ag, ggml_plan
 from pyggml.device import CpuDevice
 from pyggml.plan import graph_order
 from pyggml.remat import work_of
@@ -288,3 +288,61 @@ def test_the_work_of_a_convolution_and_its_gradients_is_that_of_the_loops_they_s
     convolutions = [node for node in nodes if node.op.name.startswith("conv2d")]
     assert {node.op.name for node in convolutions} == {"conv2d", "conv2d_input", "conv2d_weight"}
     assert {work_of(node) for node in convolutions} == {2 * prod(shape) * 4 * 3 * 2}
+
+
+@pytest.mark.parametrize(
+    "shape, outputs, kernel, padding, dilation, groups",
+    [
+        ((2, 3, 9, 70), 11, (3, 3), (1, 1), (1, 1), 1),  # several panels; outputs beyond the last 8
+        ((1, 300, 6, 5), 9, (2, 3), (0, 2), (1, 2), 1),  # more channels than a tile takes
+        ((2, 4, 60, 100), 16, (5, 2), (2, 1), (2, 1), 2),  # more lines than a tile takes
+        ((1, 32, 3, 3), 8, (3, 3), (4, 5), (1, 1), 1),  # padded by more than the kernel covers
+    ],
+)
+def test_unit_strides_give_the_reference_and_equal_bits_for_any_number_of_threads(
+    shape, outputs, kernel, padding, dilation, groups, monkeypatch
+):
+    monkeypatch.setattr(ggml_plan, "WORK_WORTH_A_THREAD", 0)
+    settings = {"padding": padding, "dilation": dilation, "groups": groups}
+    x, weight = normal(0, *shape), normal(1, outputs, shape[1] // groups, *kernel)
+    bias = normal(2, outputs)
+
+    def run(device):
+        with pg.device(device):
+            a, w = ag.param(x), ag.param(weight)
+            with ag.grad_tape():
+                y = ag.conv2d(a, w, bias, **settings)
+                loss = ag.sum(ag.sin(y))
+            return y.numpy(), ag.grad(loss, [a])[0].numpy()
+
+    expected = run("reference")
+    results = []
+    for n_threads in (1, 3):
+        device = CpuDevice(n_threads=n_threads)
+        results.append(run(device))
+        device.close()
+    for one, other, values in zip(*results, expected, strict=True):
+        assert np.array_equal(one, other)
+        assert np.allclose(one, values, rtol=1e-4, atol=1e-3)
+
+
+def test_the_weight_s_gradient_is_the_reference_s_in_equal_bits_for_any_number_of_threads(
+    monkeypatch,
+):
+    monkeypatch.setattr(ggml_plan, "WORK_WORTH_A_THREAD", 0)
+    x, g = normal(0, 3, 11, 20, 31), normal(1, 3, 64, 21, 30)
+
+    def run(device):
+        with pg.device(device):
+            weight = ag.param(np.zeros((64, 11, 2, 4), np.float32))
+            with ag.grad_tape():
+                loss = ag.sum(g * ag.conv2d(x, weight, padding=(1, 1)))
+            return ag.grad(loss, [weight])[0].numpy()
+
+    results = []
+    for n_threads in (1, 2, 3):
+        device = CpuDevice(n_threads=n_threads)
+        results.append(run(device))
+        device.close()
+    assert np.allclose(results[0], run("reference"), rtol=1e-4, atol=1e-3)
+    assert all(np.array_equal(results[0], other) for other in results[1:])

@@ -3,7 +3,8 @@
 Three ops, each linear in both inputs, and each the gradient of the other two: the convolution, its
 gradient in the images, which is the transposed convolution, and its gradient in the weight. On the
 CPU each is a kernel of ours that unfolds the images tile by tile, into a matrix for sgemm, so that
-all of them unfolded never exist; elsewhere ggml unfolds them (ggml_im2col) for one matrix product.
+all of them unfolded never exist, or with stride 1 multiplies them where they lie; elsewhere ggml
+unfolds them (ggml_im2col) for one matrix product.
 """
 
 from __future__ import annotations
