@@ -52,30 +52,21 @@ static inline __attribute__((always_inline)) void product_of_rows(
     }
 }
 
-/* The same with sizes known to the compiler. The sums of one row and one gate would wait for each other: those of all gates are
- * made together. */
+/* The same with sizes known to the compiler. The sums of few rows and one gate would wait for each other: as many gates as fit
+ * are taken together. */
 static void product(
-    int gates, int64_t rows, const float * a, int64_t a_stride, const float * panel, int64_t gate, int64_t k, tile * y, bool add) {
-    if (rows == 1) {
-        switch (gates) {
-            case 1: product_of_rows(1, 1, a, a_stride, panel, gate, k, y, add); break;
-            case 2: product_of_rows(2, 1, a, a_stride, panel, gate, k, y, add); break;
-            case 3: product_of_rows(3, 1, a, a_stride, panel, gate, k, y, add); break;
-            case 4: product_of_rows(4, 1, a, a_stride, panel, gate, k, y, add); break;
-        }
-        return;
-    }
-    for (int g = 0; g < gates; g++, panel += gate, y++) {
-        switch (rows) {
-            case 2: product_of_rows(1, 2, a, a_stride, panel, gate, k, y, add); break;
-            case 3: product_of_rows(1, 3, a, a_stride, panel, gate, k, y, add); break;
-            case 4: product_of_rows(1, 4, a, a_stride, panel, gate, k, y, add); break;
+    int gates, int64_t rows, const float * a, int64_t a_stride, const float * panel, int64_t gate, int64_t k, tile * y,
+    bool add) {
+    const int most = (int) MIN(TILE_ROWS / rows, MOST_GATES);
+    for (int together; gates > 0; gates -= together, panel += together * gate, y += together) {
+        together = MIN(gates, most);
+        switch (10 * together + rows) {
+#define CASE(g, r) case 10 * g + r: product_of_rows(g, r, a, a_stride, panel, gate, k, y, add); break;
+            CASE(1, 1) CASE(1, 2) CASE(1, 3) CASE(1, 4) CASE(2, 1) CASE(2, 2) CASE(3, 1) CASE(4, 1)
 #ifdef __AVX512F__
-            case 5: product_of_rows(1, 5, a, a_stride, panel, gate, k, y, add); break;
-            case 6: product_of_rows(1, 6, a, a_stride, panel, gate, k, y, add); break;
-            case 7: product_of_rows(1, 7, a, a_stride, panel, gate, k, y, add); break;
-            case 8: product_of_rows(1, 8, a, a_stride, panel, gate, k, y, add); break;
+            CASE(1, 5) CASE(1, 6) CASE(1, 7) CASE(1, 8) CASE(2, 3) CASE(2, 4) CASE(3, 2) CASE(4, 2)
 #endif
+#undef CASE
         }
     }
 }
@@ -99,7 +90,8 @@ static void run_panels(struct ggml_tensor * dst, int ith, int nth, void * unused
                 memcpy(to + i * PANEL, from + i * k_stride, n * sizeof(float));
             }
         } else if (k_stride == 1) {
-            scipy_cblas_somatcopy(CblasRowMajor, CblasTrans, (blasint) n, (blasint) k, 1.0f, from, (blasint) column_stride, to, PANEL);
+            scipy_cblas_somatcopy(
+                CblasRowMajor, CblasTrans, (blasint) n, (blasint) k, 1.0f, from, (blasint) column_stride, to, PANEL);
         } else {
             for (int64_t j = 0; j < n; j++) {
                 for (int64_t i = 0; i < k; i++) {
@@ -165,7 +157,8 @@ typedef void (*cell)(
 
 /* What comes from x, of some rows and one panel of each gate: tiles for the last gates, of which q is none. */
 static inline __attribute__((always_inline)) void sums_from_x(
-    const int states, const struct ggml_tensor * panels, int64_t p, int64_t rows, const float * x, int64_t x_stride, tile * sums) {
+    const int states, const struct ggml_tensor * panels, int64_t p, int64_t rows, const float * x, int64_t x_stride,
+    tile * sums) {
     const int64_t inputs = panels->ne[1], size = inputs * PANEL;
     const float * panel = (const float *) panels->data + p * size;
     const int skipped = 2 - states;
@@ -240,7 +233,8 @@ static inline __attribute__((always_inline)) void run_forward(
                         }
                     }
                 } else {
-                    sums_from_x(states, x_panels, p, rows, (const float *) x->data + (time * s.batch + row) * inputs, inputs, sums);
+                    const float * x_rows = (const float *) x->data + (time * s.batch + row) * inputs;
+                    sums_from_x(states, x_panels, p, rows, x_rows, inputs, sums);
                 }
                 sums_from_h(states, h_panels, p, rows, h + row * hidden, sums);
                 for (int64_t r = 0; r < rows; r++) {
