@@ -20,7 +20,7 @@ from .graph import SOURCE, Frame, Node, Source, source_index, state
 from .tensor import Tensor, make_tensor, node_in
 
 if TYPE_CHECKING:
-    from .nn._module import Buffer
+    from .nn._module import Buffer, Module
     from .random import Generator
 
 MAX_TRACES = 64  # shapes that are kept; the oldest goes first
@@ -58,6 +58,7 @@ class Trace:
     def __init__(self, arrays: Sequence[np.ndarray], device: Device) -> None:
         self.device = device
         self.inputs = [make_tensor(array, device=device, op="compile") for array in arrays]
+        self.called: dict[int, Module] = {}  # the modules that the function calls
         # Nodes that ops take as indices: one of these ops, and the size that it indexes.
         self._limits: dict[Node, tuple[str, int]] = {}
 

@@ -423,6 +423,24 @@ def test_freezing_a_layer_and_moving_the_model_are_noticed():
     assert step(x, y) == pytest.approx(expected, rel=1e-12)
 
 
+def test_modes_parts_and_buffers_of_the_model_are_noticed():
+    model = deep()
+    opt = optim.SGD(model.parameters(), lr=0.0)
+    step = optim.compile(lambda x, y: ag.softmax_cross_entropy(model(x), y), opt)
+    x, y = batches(1)[0]
+    step(x, y)
+
+    def plain() -> float:
+        return ag.softmax_cross_entropy(model(ag.tensor(x)), y).item()
+
+    model.eval()  # no dropout, running statistics
+    assert step(x, y) == pytest.approx(plain(), rel=1e-6)
+    model[1].running_mean.assign(np.full(12, 0.5))
+    assert step(x, y) == pytest.approx(plain(), rel=1e-6)
+    model.layers[3] = nn.ReLU()
+    assert step(x, y) == pytest.approx(plain(), rel=1e-6)
+
+
 def test_labels_are_checked_in_every_step_and_a_wrong_one_changes_nothing():
     model = mlp().train()
     opt = optim.SGD(model.parameters(), lr=0.1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from operator import is_
 from typing import Any
 
@@ -81,13 +81,12 @@ class ModuleTrace(Trace):
         self.structure = _flatten(result, outputs)
         self.outputs = tuple(node_in(tensor, frame) for tensor in outputs)
         self.close(frame)
-        self.members = _members(model)
+        self.members = Members(model.modules())
 
     def is_current(self) -> bool:
         """Tell whether the module still holds what it held, in evaluation mode."""
-        return all(tensor._source is source for tensor, source in self.held) and all(
-            len(live) == len(known) and all(map(is_, live, known)) for live, known in self.members
-        )
+        held = all(tensor._source is source for tensor, source in self.held)
+        return held and self.members.are_current()
 
     def run(self, arrays: Sequence[np.ndarray]) -> Any:
         """Run what was recorded on other inputs."""
@@ -104,19 +103,23 @@ class ModuleTrace(Trace):
         return _rebuild(self.structure, results)
 
 
-def _members(model: Module) -> list[tuple[Collection[Any], list[Any]]]:
-    """Return views of what modules have, and what they show: of attributes, and of lists in them.
+class Members:
+    """What modules have as attributes at a moment, and in lists, tuples and dicts of parts."""
 
-    Of lists, tuples and dicts those count that hold a module or a tensor.
-    """
-    found: list[tuple[Collection[Any], list[Any]]] = []
-    containers: list[Any] = [vars(module) for module in model.modules()]
-    for container in containers:
-        live = container.values() if isinstance(container, dict) else container
-        found.append((live, list(live)))
-        inner = (value for value in live if isinstance(value, (list, tuple, dict)))
-        containers.extend(value for value in inner if _holds_parts(value))
-    return found
+    def __init__(self, modules: Iterable[Module]) -> None:
+        self._views: list[tuple[Collection[Any], list[Any]]] = []  # of each: live, and as it was
+        containers: list[Any] = [vars(module) for module in modules]
+        for container in containers:
+            live = container.values() if isinstance(container, dict) else container
+            self._views.append((live, list(live)))
+            inner = (value for value in live if isinstance(value, (list, tuple, dict)))
+            containers.extend(value for value in inner if _holds_parts(value))
+
+    def are_current(self) -> bool:
+        """Tell whether the modules have the same ones still."""
+        return all(
+            len(live) == len(known) and all(map(is_, live, known)) for live, known in self._views
+        )
 
 
 def _holds_parts(value: Any) -> bool:

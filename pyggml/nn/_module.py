@@ -122,6 +122,8 @@ class Module:
         raise NotImplementedError(f"{type(self).__name__}: define forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if state.trace is not None:
+            state.trace.called[id(self)] = self
         result = self.forward(*args, **kwargs)
         if _watch.calls is not None:
             _watch.calls.append((self, result))

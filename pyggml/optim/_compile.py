@@ -14,6 +14,7 @@ from ..deadline import check_deadline
 from ..dtypes import float32, int32
 from ..errors import DTypeError, GradError, SettingError, ShapeError
 from ..graph import Frame, Node, Source, source_index, state
+from ..nn._compile import Members
 from ..plan import run_counting_changes
 from ..tensor import Tensor, make_tensor, node_in, passing
 from ..trace import Trace, Traces, value_of
@@ -34,10 +35,10 @@ def compile(loss: Callable[..., Tensor], optimizer: Optimizer) -> CompiledStep:
     leaves a fraction of Python's part of a small step. Learning rates and schedules, dropout's
     masks, and running statistics go on as ever; .grad is left alone.
 
-    So the Python code of ``loss`` runs once for a shape; what it does by the values of its inputs,
-    or by attributes that change, would stay as it was. Raises SettingError for an optimizer that
-    accumulates, clips by the norm or scales the loss, and PyggmlError for a ``loss`` that reads a
-    value or draws random numbers other than dropout's.
+    So the Python code of ``loss`` runs once for a shape, and again when an attribute of a module
+    that it calls has been replaced. Raises SettingError for an optimizer that accumulates, clips by
+    the norm or scales the loss, and PyggmlError for a ``loss`` that reads a value or draws random
+    numbers other than dropout's.
 
     >>> model = nn.Linear(1, 1)
     >>> opt = optim.Adam(model.parameters(), lr=0.1)
@@ -114,6 +115,10 @@ class StepTrace(Trace):
         self.held = [(p, p._source, p.requires_grad) for p in optimizer.params]
         used = [(source.owner(), source) for source in frame.sources if source.owner is not None]
         self.used = [(tensor, source) for tensor, source in used if tensor is not None]
+        self.members = Members(self.called.values())
+        buffers_read = (b for module in self.called.values() for b in module.buffers())
+        rest = [buffer for buffer in buffers_read if buffer not in self._buffers]
+        self.used += [(buffer, buffer._materialized()) for buffer in rest]
         self.states = [(p, optimizer._state[p]) for p, _ in self.pairs]
         self.settings = optimizer.clip_value, optimizer.decays
 
@@ -160,6 +165,7 @@ class StepTrace(Trace):
             and all(optimizer._state.get(p) is states for p, states in self.states)
             and all(buffer.device is self.device for buffer, _ in self.buffers)
             and (optimizer.clip_value, optimizer.decays) == self.settings
+            and self.members.are_current()
         )
 
     def run(self, arrays: Sequence[np.ndarray]) -> float | None:
