@@ -11,8 +11,10 @@
 /* A tile is as large as its sums fit in the registers. */
 #ifdef __AVX512F__
 enum { TILE_ROWS = 8, PANEL = 32 };
+#define ROW_LOOP
 #else
 enum { TILE_ROWS = 4, PANEL = 16 };
+#define ROW_LOOP _Pragma("omp simd") /* else compilers unroll a loop so short, and then find no vectors in it */
 #endif
 
 enum { MOST_GATES = 4 };
@@ -28,6 +30,7 @@ static inline __attribute__((always_inline)) void product_of_rows(
     tile sums; /* of each gate in turn: gates * rows are at most TILE_ROWS */
     for (int g = 0; g < gates; g++) {
         for (int r = 0; r < rows; r++) {
+ROW_LOOP
             for (int j = 0; j < PANEL; j++) {
                 sums[g * rows + r][j] = add ? y[g][r][j] : 0.0f;
             }
@@ -37,6 +40,7 @@ static inline __attribute__((always_inline)) void product_of_rows(
         for (int g = 0; g < gates; g++) {
             for (int r = 0; r < rows; r++) {
                 const float x = a[r * a_stride + i];
+ROW_LOOP
                 for (int j = 0; j < PANEL; j++) {
                     sums[g * rows + r][j] += x * panel[g * gate + i * PANEL + j];
                 }
@@ -45,6 +49,7 @@ static inline __attribute__((always_inline)) void product_of_rows(
     }
     for (int g = 0; g < gates; g++) {
         for (int r = 0; r < rows; r++) {
+ROW_LOOP
             for (int j = 0; j < PANEL; j++) {
                 y[g][r][j] = sums[g * rows + r][j];
             }
@@ -239,8 +244,9 @@ static inline __attribute__((always_inline)) void run_forward(
                 sums_from_h(states, h_panels, p, rows, h + row * hidden, sums);
                 for (int64_t r = 0; r < rows; r++) {
                     const int64_t item = row + r, at = item * hidden + unit;
-                    f(n, sums, r, (const float *) bias->data + unit, hidden, gates_at(&s, time) + item * MOST_GATES * hidden + unit,
-                      h + at, h_next + at, states == 2 ? c + at : NULL, states == 2 ? c_next + at : NULL);
+                    f(n, sums, r, (const float *) bias->data + unit, hidden,
+                      gates_at(&s, time) + item * MOST_GATES * hidden + unit, h + at, h_next + at,
+                      states == 2 ? c + at : NULL, states == 2 ? c_next + at : NULL);
                 }
             }
         }
