@@ -10,7 +10,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, PercentFormatter
 
 BLUE, ORANGE, GREEN, GREY, BLACK = "#3366aa", "#dd7722", "#44995a", "#888888", "#222222"
-COLOURS = {"pyggml": BLACK, "PyTorch": ORANGE, "torch.compile": GREEN, "JAX": BLUE}
+COLOURS = {
+    "pyggml": BLACK,
+    "pyggml, loop": GREY,
+    "PyTorch": ORANGE,
+    "torch.compile": GREEN,
+    "JAX": BLUE,
+}
 
 
 def draw_ratios(axes: Any, results: list[dict[str, Any]], mode: str) -> None:
