@@ -148,7 +148,9 @@ def all_ratios(numbers: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Return each peer's ratio to pyggml, by workload."""
     found = {
         f"{result['mode']} {result['workload']}": {
-            peer: values[1] for peer, values in result["ratios"].items()
+            peer: values[1]
+            for peer, values in result["ratios"].items()
+            if not peer.startswith("pyggml")  # its own loop
         }
         for result in numbers.get("models", {}).get("results", [])
     }
