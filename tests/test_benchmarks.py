@@ -190,7 +190,7 @@ def test_page_and_picture_show_the_numbers(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
     text = page.read_text()
     assert "old" not in text and text.startswith("before") and text.endswith("after\n")
-    assert "| MLP 64-128-10, 32 | 100 | 250 | 2.50 | 1.60 |" in text
+    assert "| MLP 64-128-10, 32 | 100 | 250 | 2.50 |" in text
     assert "| MLP 64-128-10 | 20% |" in text  # 2e6 operations in 100 us, of 100e9 a second
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
