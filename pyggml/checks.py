@@ -119,6 +119,14 @@ def fraction(op: str, name: str, value: object) -> float:
     return number
 
 
+def as_bool(op: str, name: str, value: object) -> bool:
+    """Return a setting as a bool; raise SettingError for what is neither true nor false."""
+    try:
+        return bool(value)
+    except (TypeError, ValueError):  # an array
+        raise SettingError(f"{op}: {name} must be True or False; got {shown(value)}") from None
+
+
 def need_function(op: str, name: str, value: Any) -> Callable[..., Any]:
     """Return value, or raise DTypeError unless it can be called."""
     if not callable(value):

@@ -8,6 +8,7 @@ from math import inf, isqrt, prod
 import numpy as np
 
 from .._ffi import lib
+from ..checks import as_bool, as_index
 from ..dtypes import float32, int32
 from ..errors import SettingError
 from ..graph import MAX_DIMS, Op, Shape, Spec
@@ -128,7 +129,8 @@ def sum(x: TensorLike, *, axis: Axis = None, keepdims: bool = False) -> Tensor:
 
 
 def _sum(x: Tensor, axes: tuple[int, ...], keepdims: bool) -> Tensor:
-    return record(SUM, x, axes=axes, keepdims=bool(keepdims)) if axes else x
+    kept = as_bool("sum", "keepdims", keepdims)
+    return record(SUM, x, axes=axes, keepdims=kept) if axes else x
 
 
 # ---- mean ----------------------------------------------------------------------------------------
@@ -168,7 +170,8 @@ def mean(x: TensorLike, *, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """
     x = as_tensor(x, op="mean")
     axes = normalize_axes("mean", axis, x.ndim)
-    return record(MEAN, x, axes=axes, keepdims=bool(keepdims)) if axes else x
+    kept = as_bool("mean", "keepdims", keepdims)
+    return record(MEAN, x, axes=axes, keepdims=kept) if axes else x
 
 
 def sum_to(x: Tensor, shape: Shape) -> Tensor:
@@ -243,7 +246,8 @@ def max(x: TensorLike, *, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """
     x = as_tensor(x, op="max")
     axes = normalize_axes("max", axis, x.ndim)
-    return record(MAX, x, axes=axes, keepdims=bool(keepdims)) if axes else x
+    kept = as_bool("max", "keepdims", keepdims)
+    return record(MAX, x, axes=axes, keepdims=kept) if axes else x
 
 
 def min(x: TensorLike, *, axis: Axis = None, keepdims: bool = False) -> Tensor:
@@ -325,11 +329,12 @@ def argmax(x: TensorLike, *, axis: int | None = None, keepdims: bool = False) ->
     array([1, 0], dtype=int32)
     """
     x = as_tensor(x, op="argmax")
+    kept = as_bool("argmax", "keepdims", keepdims)
     if axis is not None:
         axis = normalize_axis("argmax", axis, x.ndim)
-        return record(ARGMAX, x, axis=axis, keepdims=bool(keepdims))
+        return record(ARGMAX, x, axis=axis, keepdims=kept)
     best = record(ARGMAX, reshape(x, (x.size,)), axis=-1, keepdims=False)
-    return reshape(best, (1,) * x.ndim) if keepdims else best
+    return reshape(best, (1,) * x.ndim) if kept else best
 
 
 # ---- norm, var, std ------------------------------------------------------------------------------
@@ -374,7 +379,8 @@ def std(x: TensorLike, *, axis: Axis = None, keepdims: bool = False, ddof: int =
 def _var(op: str, x: TensorLike, axis: Axis, keepdims: bool, ddof: int) -> Tensor:
     x, axes = _checked(op, x, axis)
     count = prod([x.shape[a] for a in axes])
-    if not 0 <= ddof < count:
+    taken = as_index(ddof)
+    if taken is None or not 0 <= taken < count:
         raise SettingError(f"{op}: ddof must be in [0, {count}), the elements; got {ddof!r}")
     centered = sub(x, mean(x, axis=axes, keepdims=True))
-    return affine(sum(sqr(centered), axis=axes, keepdims=keepdims), scale=1.0 / (count - ddof))
+    return affine(sum(sqr(centered), axis=axes, keepdims=keepdims), scale=1.0 / (count - taken))
