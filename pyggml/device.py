@@ -40,6 +40,7 @@ class Device:
     double = False  # whether floats are float64
     own_kernels = False  # whether pyggml's own kernels run on it
     has_committed = False  # whether the last run had begun to change sources when it ended
+    outputs: Sequence[Any] = ()  # storages that the run in progress computes
     # Plans are kept up to this number and to these bytes; the least recently used ones go first.
     max_plans = 64
     max_plan_bytes = 1 << 28

@@ -173,7 +173,9 @@ class GgmlPlan:
         inputs += [source.storage for source in given]
         outputs = self._new_outputs()
         self._bind(inputs, outputs)
+        self.device.outputs = outputs
         self._compute()
+        self.device.outputs = ()
         return outputs
 
     def _new_outputs(self) -> list[Any]:

@@ -404,10 +404,10 @@ class Frame:
             for reference in self.handles
         )
 
-    def check_current(self) -> None:
-        """Raise StaleError if a source has changed since it was bound."""
-        for source, version in zip(self.sources, self.versions, strict=True):
-            if source.version != version:
+    def check_current(self, nodes: Iterable[Node] | None = None) -> None:
+        """Raise StaleError if a source has changed since it was bound, of those that nodes need."""
+        for index, (source, version) in enumerate(zip(self.sources, self.versions, strict=True)):
+            if source.version != version and (nodes is None or _depends(nodes, index)):
                 raise StaleError(
                     f"this value was recorded with a {source.shape} parameter that has changed "
                     "since, so it can no longer be computed; read it (for example .item()) before "
@@ -421,6 +421,21 @@ class Frame:
         self.versions = []
         self.nodes = {}
         self.handles = []
+
+
+def _depends(nodes: Iterable[Node], index: int) -> bool:
+    """Tell whether nodes are computed from the source with a number."""
+    seen = set(nodes)
+    stack = list(seen)
+    while stack:
+        node = stack.pop()
+        if node.op is SOURCE and source_index(node) == index:
+            return True
+        for parent in node.inputs:
+            if parent not in seen:
+                seen.add(parent)
+                stack.append(parent)
+    return False
 
 
 _pinned: dict[int, weakref.ref[Tensor]] = {}

@@ -266,13 +266,14 @@ def evaluate(frame: Frame, wanted: Tensor | None = None, effects: tuple[Node, ..
 
 
 def _evaluate(frame: Frame, wanted: Tensor | None, effects: tuple[Node, ...]) -> None:
-    frame.check_current()
     handles, missing, pending_effects, known = pending_in(frame, wanted)
+    frame.check_current((*missing, *pending_effects, *effects))
+    interrupt: BaseException | None = None
     if graph.state.tracing and frame.lines is not None:
         check_finite(frame, (*missing, *pending_effects, *effects), known)
     all_effects = (*pending_effects, *effects)
     if missing or all_effects:
-        storages = run_counting_changes(frame, missing, all_effects, known)
+        storages, interrupt = run_counting_changes(frame, missing, all_effects, known)
         for node, storage in zip(missing, storages, strict=True):
             known[node] = Source(node.shape, node.dtype, frame.device, storage)
     for node in pending_effects:
@@ -288,32 +289,40 @@ def _evaluate(frame: Frame, wanted: Tensor | None, effects: tuple[Node, ...]) ->
         frame.end("it was computed outside of a tape")
     elif frame.tape_closed:
         graph.state.leave(frame)  # its handles keep it for ag.backward; new ops start a new one
+    if interrupt is not None:
+        raise interrupt
 
 
 def run_counting_changes(
     frame: Frame, outputs: tuple[Node, ...], effects: tuple[Node, ...], known: dict[Node, Source]
-) -> list[Any]:
+) -> tuple[Sequence[Any], BaseException | None]:
     """Run a program, and let the versions of the sources tell of its effects whatever happens.
 
-    A run that is stopped before its first effect has changed nothing; one that is stopped later,
-    by Ctrl-C just after it, has changed everything. Versions grow before the run, so that no value
-    can be computed from newer parameters than it was recorded with.
+    A run that is stopped before its first effect has changed nothing. Ctrl-C after that finds it
+    complete: then the exception is returned with the outputs, to be raised when they are in their
+    places. Versions grow before the run, so that no value can be computed from newer parameters
+    than it was recorded with.
     """
+    interrupt = None
     changed = _mutated_sources(effects)
     graph.settle_pinned([frame.sources[index] for index in changed], frame)
     frame.device.has_committed = False
     for index in changed:
         frame.sources[index].version += 1
     try:
-        storages = run(frame, outputs, effects, known)
-    except BaseException:
+        storages: Sequence[Any] = run(frame, outputs, effects, known)
+    except BaseException as exception:
+        storages, frame.device.outputs = frame.device.outputs, ()
         if not frame.device.has_committed:
             for index in changed:
                 frame.sources[index].version -= 1
-        raise
+            raise
+        if len(storages) != len(outputs):
+            raise
+        interrupt = exception
     for index in changed:
         frame.versions[index] += 1  # the change is this frame's own
-    return storages
+    return storages, interrupt
 
 
 def run(

@@ -63,11 +63,11 @@ class Trace:
         self._limits: dict[Node, tuple[str, int]] = {}
 
     def __enter__(self) -> Trace:
-        state.trace = self
+        self._outer, state.trace = state.trace, self
         return self
 
     def __exit__(self, *error: object) -> None:
-        state.trace = None
+        state.trace = self._outer
 
     # ---- what ops tell ----
 

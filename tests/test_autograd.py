@@ -499,3 +499,13 @@ def test_gradients_of_parts_add_up_however_the_parts_lie(ranges, every_device):
         return scaled_parts(x, ranges) + ag.sum(x * x * x) + scaled_parts(x, [(0, 1), (1, 2)], 0)
 
     ag.gradcheck(of_parts, [np.random.default_rng(0).standard_normal((2, 12))], order=2)
+
+
+def test_a_value_does_not_become_stale_by_a_parameter_that_it_does_not_depend_on():
+    p, q = ag.param([1.0]), ag.param([2.0])
+    forgotten = p * 3.0
+    del forgotten
+    held = q * 3.0
+    p.assign([5.0])
+    assert held.item() == 6.0
+    assert (q * 2.0).item() == 4.0

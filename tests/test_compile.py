@@ -9,6 +9,7 @@ import pytest
 
 import pyggml as pg
 from pyggml import ag, nn, optim
+from pyggml.device import CpuDevice
 from pyggml.dtypes import float32, int32
 
 
@@ -441,6 +442,44 @@ def test_modes_parts_and_buffers_of_the_model_are_noticed():
     assert step(x, y) == pytest.approx(plain(), rel=1e-6)
 
 
+def test_a_compiled_model_may_be_called_for_the_first_time_inside_a_compiled_loss():
+    teacher = nn.compile(nn.Linear(6, 3).eval())
+    model = deep()
+    opt = optim.SGD(model.parameters(), lr=0.0)
+    x, y = batches(1)[0]
+    step = optim.compile(lambda x: ag.mse_loss(model(x), teacher(numbers(8, 6))), opt)
+    assert len({step(x) for _ in range(4)}) == 4  # dropout draws anew
+    assert model[1].num_batches_tracked.item() == 4
+    reads = optim.compile(lambda x: ag.sum(model(x)) * teacher(x.numpy())[0, 0], opt)
+    with pytest.raises(pg.PyggmlError, match="reads a value"):
+        reads(x)
+
+
+@pytest.mark.parametrize("setting", ["clip_norm", "accumulate_steps"])
+def test_a_setting_that_cannot_be_compiled_is_noticed_when_it_is_set_later(setting):
+    model = mlp().train()
+    opt = optim.SGD(model.parameters(), lr=0.1)
+    step = optim.compile(lambda x, y: ag.mse_loss(model(x), y), opt)
+    step(numbers(4, 5), numbers(4, 3))
+    setattr(opt, setting, 2)
+    with pytest.raises(pg.SettingError, match=f"compile: .*{setting}=2"):
+        step(numbers(4, 5), numbers(4, 3))
+
+
+def test_what_is_recorded_after_compiled_calls_has_nothing_to_do_with_them():
+    model = mlp().train()
+    opt = optim.SGD(model.parameters(), lr=0.1)
+    step = optim.compile(lambda x, y: ag.mse_loss(model(x), y), opt)
+    predict = nn.compile(mlp())
+    x, y = numbers(4, 5), numbers(4, 3)
+    with pytest.raises(pg.ShapeError):
+        step(x, numbers(3, 3))
+    for _ in range(2):
+        step(x, y)
+        out = predict(x)
+        assert ag.mse_loss(ag.tensor(out), y).item() == pytest.approx(np.mean((out - y) ** 2))
+
+
 def test_labels_are_checked_in_every_step_and_a_wrong_one_changes_nothing():
     model = mlp().train()
     opt = optim.SGD(model.parameters(), lr=0.1)
@@ -539,3 +578,34 @@ def test_a_frozen_part_is_that_of_the_moment():
     body.to(dtype="float16")  # other memory
     body[2].weight.assign(np.ones((3, 8)))
     np.testing.assert_allclose(step(x), called(head, body(ag.tensor(x))).sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_ctrl_c_just_after_an_update_loses_nothing_of_it(compiled, monkeypatch):
+    results = []
+    for interrupted in (False, True):
+        pg.manual_seed(3)
+        model = deep()
+        opt = optim.AdamW(model.parameters(), lr=0.02)
+        step = optim.compile(lambda x, y, m=model: ag.softmax_cross_entropy(m(x), y), opt)
+        compute = CpuDevice.compute
+
+        def then_interrupt(self, *arguments, compute=compute):
+            compute(self, *arguments)
+            if self.has_committed:  # as when a signal's handler raises at the end of the call
+                raise KeyboardInterrupt
+
+        for i, (x, y) in enumerate(batches(4)):
+            with monkeypatch.context() as patch:
+                if interrupted and i == 1:
+                    patch.setattr(CpuDevice, "compute", then_interrupt)
+                try:
+                    step(x, y) if compiled else eager_step(model, opt, x, y)
+                    assert not (interrupted and i == 1)
+                except KeyboardInterrupt:
+                    assert interrupted and i == 1
+        results.append((model.state_dict(), opt.state_dict()))
+    for plain, after in zip(*results, strict=True):
+        assert plain.keys() == after.keys()
+        for name in plain:
+            np.testing.assert_array_equal(plain[name], after[name], err_msg=name)

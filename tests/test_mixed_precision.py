@@ -372,6 +372,19 @@ def test_the_scale_works_with_accumulation_and_clipping():
         np.testing.assert_allclose(plain, scaled, rtol=1e-6, atol=1e-8)
 
 
+def test_a_scale_assigned_between_backward_and_step_counts_from_the_next_loss_on():
+    w = ag.param([1.0])
+    opt = optim.SGD([w], lr=0.5, loss_scale=64.0)
+    for value in (1.0, 256.0):
+        with ag.grad_tape():
+            loss = ag.sum(w)
+        opt.backward(loss)
+        opt.loss_scale.value = value
+        opt.step()
+        opt.zero_grad()
+    assert w.item() == 0.0
+
+
 def test_gradients_of_an_unscaled_loss_are_refused():
     w = ag.param([1.0])
     opt = optim.SGD([w], lr=0.5, loss_scale=64.0)

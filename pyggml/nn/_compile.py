@@ -75,8 +75,11 @@ class ModuleTrace(Trace):
         self.held = [(tensor, tensor._source) for tensor in tensors]
         super().__init__(arrays, tensors[0].device if tensors else resolve_device(None))
         frame = Frame(self.device)
-        with no_grad(), state.inside(frame, PLAIN), self:
-            result = model(*self.inputs)
+        try:
+            with no_grad(), state.inside(frame, PLAIN), self:
+                result = model(*self.inputs)
+        finally:
+            state.leave(frame)  # nothing else is to be recorded there
         outputs: list[Tensor] = []
         self.structure = _flatten(result, outputs)
         self.outputs = tuple(node_in(tensor, frame) for tensor in outputs)

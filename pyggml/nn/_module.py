@@ -214,7 +214,8 @@ class Module:
         """Move all parameters, with their gradients, and buffers to a device; return self.
 
         ``dtype`` is a float type to store the parameters in: "float32", "float16" or "bfloat16"; an
-        optimizer then keeps a float32 master of each. Buffers and gradients stay float32.
+        optimizer keeps a float32 master of each half one. Back in float32 a parameter is what it
+        was rounded to. Buffers and gradients stay float32.
 
         They stay the same objects, so optimizers go on with them and take their state along. Raises
         DeviceError or DTypeError, having changed nothing, if there is no such device or type.

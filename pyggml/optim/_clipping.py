@@ -42,7 +42,8 @@ def clip_grad_norm(params: Iterable[Tensor], max_norm: float) -> float:
 
     The norm is Euclidean. The clipped gradients replace .grad, and show in what ag.backward
     returned. In an accumulation window this limits the sum so far: use the optimizer's clip_norm
-    instead, which limits the mean once, and skips a step whose norm is not finite. Raises
+    instead, which limits the mean once, and skips a step whose norm is not finite. The gradients of
+    a loss that ``loss_scale`` has scaled are scaled, too: there as well use clip_norm. Raises
     GradError, having changed nothing, if the norm is not finite; SettingError for a negative limit.
 
     >>> w = ag.param([3.0, 4.0])

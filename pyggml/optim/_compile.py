@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -95,15 +95,15 @@ class StepTrace(Trace):
         self._after: list[Callable[[], None]] = []
         try:
             with grad_tape(), self:
-                frame = state.open_frame(self.device)
+                frame = state.new_frame(self.device)
                 value = loss(*self.inputs)
             nodes = self._record(frame, value)
             buffers = [(buffer, node_in(buffer, frame)) for buffer in self._buffers]
+            self.close(frame)
         finally:
             for buffer, source in self._buffers.items():
                 buffer._take_place(source)
-        self.close(frame)
-        state.leave(frame)
+            state.leave(frame)
         self.outputs = (nodes, *(node for _, node in buffers))
         self.keys = [(source_index(frame.nodes[source]), g) for source, g in self._draws]
         self.buffers = [
@@ -120,7 +120,12 @@ class StepTrace(Trace):
         rest = [buffer for buffer in buffers_read if buffer not in self._buffers]
         self.used += [(buffer, buffer._materialized()) for buffer in rest]
         self.states = [(p, optimizer._state[p]) for p, _ in self.pairs]
-        self.settings = optimizer.clip_value, optimizer.decays
+        self.settings = self._settings()
+
+    def _settings(self) -> tuple[Any, ...]:
+        """Return the optimizer's settings that are part of what is recorded."""
+        o = self.optimizer
+        return o.clip_value, o.decays, o.clip_norm, o.loss_scale, o.accumulate_steps
 
     def _record(self, frame: Frame, value: Tensor) -> Node:
         """Record gradients and update of a loss; return its node."""
@@ -164,7 +169,7 @@ class StepTrace(Trace):
             and all(p._source is s and p.requires_grad is free for p, s, free in self.held)
             and all(optimizer._state.get(p) is states for p, states in self.states)
             and all(buffer.device is self.device for buffer, _ in self.buffers)
-            and (optimizer.clip_value, optimizer.decays) == self.settings
+            and self._settings() == self.settings
             and self.members.are_current()
         )
 
@@ -192,7 +197,7 @@ class StepTrace(Trace):
                     sources[where] = buffer.settled()._materialized()
             frame.versions = [source.version for source in sources]
             check_deadline()
-            storages = optimizer._run_counted(
+            storages, interrupt = optimizer._run_counted(
                 self.pairs, lambda: run_counting_changes(frame, self.outputs, self.effects, {})
             )
             for (buffer, _), node, storage in zip(
@@ -201,4 +206,6 @@ class StepTrace(Trace):
                 buffer._take_place(Source(node.shape, node.dtype, device, storage))
             for function in self._after:
                 function()
+            if interrupt is not None:
+                raise interrupt
             return float(value_of(self.outputs[0], storages[0], device).item())

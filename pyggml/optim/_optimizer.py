@@ -101,6 +101,7 @@ class Optimizer:
                 raise SettingError(f"{name}: give clip_norm or clip_value, not both")
         self.loss_scale = as_loss_scale(name, loss_scale)
         self._has_scaled = False  # whether the gradients since the last step() come from backward()
+        self._scale = 1.0  # what backward() multiplies losses by in the open window
         self.t = 0
         """Updates made; calls of step() that only filled the window do not count."""
         self.skipped = 0
@@ -206,8 +207,10 @@ class Optimizer:
         """
         if self.loss_scale is None:
             return backward(loss)
+        if not (self._has_scaled or self._gathered):
+            self._scale = self.loss_scale.value  # which may be assigned before the update
         self._has_scaled = True
-        seed = np.full(loss.shape, self.loss_scale.value, np.float32)
+        seed = np.full(loss.shape, self._scale, np.float32)
         return backward(loss, seed=make_tensor(seed, device=loss.device))
 
     def step(
@@ -292,7 +295,7 @@ class Optimizer:
             )
         scale = 1.0 / (sum(self._counted) or self._gathered) if self.average else 1.0
         if self.loss_scale is not None:
-            scale /= self.loss_scale.value
+            scale /= self._scale
         updated = bool(pairs)
         if pairs and (self.clip_norm is not None or self.loss_scale is not None):
             norm = gradient_norm([gradient for _, gradient in pairs]).item() * scale
