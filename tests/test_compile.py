@@ -525,9 +525,9 @@ def test_memory_does_not_grow_with_compiled_steps():
 )
 def test_optimizers_that_need_more_than_one_run_are_refused(settings, message):
     w = ag.param([1.0])
-    step = optim.compile(lambda x: ag.sum(w * x), optim.SGD([w], lr=0.1, **settings))
+    opt = optim.SGD([w], lr=0.1, **settings)
     with pytest.raises(pg.SettingError, match=f"compile: .*{message}"):
-        step([1.0])
+        optim.compile(lambda x: ag.sum(w * x), opt)
 
 
 @pytest.mark.parametrize(

@@ -433,6 +433,7 @@ def test_fit_trains_in_mixed_precision():
     "wrong, message",
     [
         (lambda: optim.LossScale(0.0), "LossScale: value"),
+        (lambda: optim.LossScale(1e39), "LossScale: value"),
         (lambda: optim.LossScale(growth_interval=0), "LossScale: growth_interval"),
         (lambda: optim.LossScale(factor=0.5), "LossScale: factor"),
         (lambda: optim.SGD([ag.param(1.0)], loss_scale=-1), "SGD: loss_scale"),

@@ -52,7 +52,18 @@ def compile(loss: Callable[..., Tensor], optimizer: Optimizer) -> CompiledStep:
     need_function("compile", "loss", loss)
     if not isinstance(optimizer, Optimizer):
         raise DTypeError(f"compile: needs an optimizer; got {type(optimizer).__name__}")
+    _check_settings(optimizer)
     return CompiledStep(loss, optimizer)
+
+
+def _check_settings(optimizer: Optimizer) -> None:
+    """Raise SettingError for settings that need more than one run."""
+    for name, plain in (("accumulate_steps", 1), ("clip_norm", None), ("loss_scale", None)):
+        if getattr(optimizer, name) != plain:
+            raise SettingError(
+                f"compile: cannot make one run of a step with {name}="
+                f"{getattr(optimizer, name)!r}; use a loop with a tape"
+            )
 
 
 class CompiledStep:
@@ -82,12 +93,7 @@ class StepTrace(Trace):
     def __init__(
         self, loss: Callable[..., Tensor], optimizer: Optimizer, arrays: Sequence[np.ndarray]
     ) -> None:
-        for name, plain in (("accumulate_steps", 1), ("clip_norm", None), ("loss_scale", None)):
-            if getattr(optimizer, name) != plain:
-                raise SettingError(
-                    f"compile: cannot make one run of a step with {name}="
-                    f"{getattr(optimizer, name)!r}; use ag.backward and step()"
-                )
+        _check_settings(optimizer)
         super().__init__(arrays, optimizer.params[0].device)
         self.optimizer = optimizer
         self._draws: list[tuple[Source, Generator]] = []

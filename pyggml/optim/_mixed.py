@@ -13,6 +13,9 @@ from ..tensor import Tensor
 from ..transfer import source_on
 
 
+SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), 2.0**127
+
+
 class LossScale:
     """What the loss is multiplied by, so that small gradients are not lost in a half type.
 
@@ -36,7 +39,7 @@ class LossScale:
         factor: float = 2.0,
         growth_interval: int | None = 2000,
     ) -> None:
-        self.value = number_in("LossScale", "value", value, float(np.finfo(np.float32).tiny))
+        self.value = number_in("LossScale", "value", value, SMALLEST, LARGEST)
         self.factor = number_in("LossScale", "factor", factor, 1.0)
         self.growth_interval = growth_interval
         if growth_interval is not None:
@@ -53,9 +56,9 @@ class LossScale:
             return
         self.streak = self.streak + 1 if finite else 0
         if not finite:
-            self.value = max(self.value / self.factor, float(np.finfo(np.float32).tiny))
+            self.value = max(self.value / self.factor, SMALLEST)
         elif self.streak >= self.growth_interval:  # a state may come from a longer interval
-            self.value = min(self.value * self.factor, 2.0**126)
+            self.value = min(self.value * self.factor, LARGEST / 2)
             self.streak = 0
 
 
@@ -63,7 +66,7 @@ def as_loss_scale(method: str, value: LossScale | float | None) -> LossScale | N
     """Return the setting as a LossScale: a number is a scale that stays."""
     if value is None or isinstance(value, LossScale):
         return value
-    number = number_in(method, "loss_scale", value, float(np.finfo(np.float32).tiny))
+    number = number_in(method, "loss_scale", value, SMALLEST, LARGEST)
     return LossScale(number, growth_interval=None)
 
 
