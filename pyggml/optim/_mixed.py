@@ -12,7 +12,6 @@ from ..graph import Source
 from ..tensor import Tensor
 from ..transfer import source_on
 
-
 SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), 2.0**127
 
 
