@@ -72,7 +72,9 @@ def killed_run(flags: list[str], folder: Path, steps: int, kills: int, pause: fl
         child = start(flags, folder, *(["--resume"] if resumed else []))
         update = wait_for_update(child, part * steps // (kills + 1))
         if update is None:
-            sys.exit(f"soak.py: the run ended by itself, with status {child.wait()}")
+            if child.wait():
+                sys.exit(f"soak.py: the run failed with status {child.returncode}")
+            break  # it reached its end during the last pause
         seconds = random.uniform(0, pause)
         time.sleep(seconds)
         child.kill()
@@ -122,7 +124,7 @@ def main() -> None:
         folder = Path(name)
         if args.short:
             flags.append("--short")  # sets steps and pauses itself
-            steps, kills, pause = 60, 2, 0.3
+            steps, kills, pause = 60, 2, 0.02
         else:
             each = milliseconds_per_update(flags, folder / "speed")
             steps = max(100, round(60_000 * args.minutes / each))
