@@ -102,6 +102,8 @@ def load_state(optimizer: Optimizer, values: Mapping[str, np.ndarray]) -> None:
     optimizer.t = int(values["t"])
     optimizer._state, optimizer._counts, optimizer._masters = states, counts, masters
     optimizer._gathered = len(window)
+    if optimizer.loss_scale is not None:  # the scale of the gradients in the window
+        optimizer._scale = optimizer.loss_scale.value
     optimizer._counted = [int(count) for count in window if count]
 
 
